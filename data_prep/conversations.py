@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +48,7 @@ class Source:
     """Names of columns and message keys that are not read."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
-        """Returns the name and the group of a row, and the names of the columns and message keys that are passed over.
-
-        Raises ConversationRefused if the row cannot be used.
-        """
+        """Returns the name and the group of a row that can be used, and the names of what is passed over."""
         raise NotImplementedError
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
@@ -68,8 +64,7 @@ class Source:
 
     def add_all(self, paths: Sequence[str], split: str) -> Self:
         """Reads the rows of all jsonl, json (one array) and parquet files and of this split of data sets on the hub."""
-        refuse_duplicate_paths(paths)
-        for path, rows in [(path, _read_rows(path, split)) for path in paths]:
+        for path, rows in [(path, _read_rows(path, split)) for path in dict.fromkeys(paths)]:
             refused: dict[str, str] = {}
             num_before = len(self.names)
             for index in range(len(rows)):
@@ -98,10 +93,7 @@ class Source:
 
 
 class Conversations(Source):
-    """Conversations in the target's chat template, in which everything that the assistant generates is supervised.
-
-    With schema `auto`, rows of different schemas may share a file.
-    """
+    """Conversations in the target's chat template, in which everything that the assistant generates is supervised."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         messages, passed_over = parse_row(row, self.form)
@@ -136,23 +128,11 @@ def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """Returns the row's `id` or `conversation_id`, or else a hash of its messages.
-
-    The name does not affect the split into training and validation.
-    """
+    """Returns the row's `id` or `conversation_id`, or else a hash of its messages. It does not affect the split."""
     for key in ID_COLUMNS:
         if row.get(key) not in (None, ""):
             return text_of("id", str(row[key]))
     return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
-
-
-def refuse_duplicate_paths(paths: Sequence[str]) -> None:
-    duplicates = [path for path, count in Counter(paths).items() if count > 1]
-    if duplicates:
-        raise UserError(
-            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; "
-            "remove the duplicates"
-        )
 
 
 def _row(path: str, rows: Sequence[Row], index: int) -> Row:

@@ -282,8 +282,7 @@ def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[
 def announce(extraction: Extraction) -> None:
     """Print how much disk space is needed, and refuse if that exceeds the free space.
 
-    With streaming, training deletes the shards that it has read, so only the fullest windows must fit, and the space of
-    shards already on the disk counts as free.
+    With streaming, only the fullest windows must fit, since training deletes the shards that it has read.
     """
     store_dir, documents, windows = extraction.store_dir, extraction.documents, extraction.windows
     token_bytes, num_shards = bytes_per_token(*extraction.layout), len(extraction.shards)

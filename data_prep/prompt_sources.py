@@ -24,16 +24,9 @@ from .text_files import read_text_files
 
 
 def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> tuple[Source, list[str]]:
-    """Find the usable documents of `prompts.paths`.
+    """Returns the usable items of `prompts.paths`, and the name of each one's cluster, all of which go to one split.
 
-    Args:
-        prompts: the settings.
-        target: the target, which must have generated the responses.
-        responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
-            `responses`.
-
-    Returns:
-        The documents, and the name of each one's cluster of near-duplicate groups. All of a cluster go to one split.
+    A cluster holds near-duplicate groups. `responses_dir` replaces the conversations if the source is `responses`.
     """
     if not prompts.paths:
         raise UserError(
@@ -80,11 +73,7 @@ class TokenRows(Source):
     """Rows that somebody else has tokenized, each with the loss mask that says what is supervised."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
-        """See `Source.identify`.
-
-        A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so
-        answers to one prompt stay together.
-        """
+        # Answers to one prompt stay together: a group is named by the tokens before the first supervised one, if any.
         encoding, passed_over = read_tokens(row, self.form.metadata)
         ids, name = encoding.input_ids, row.get("id")
         asked = ids[: encoding.loss_mask.argmax()]

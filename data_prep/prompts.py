@@ -86,10 +86,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
 
 @dataclass
 class Windows:
-    """Cuts encoded items into windows, assigns each to a split, and counts what is left out.
-
-    An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
-    """
+    """Cuts encoded items into windows, assigns each to a split, and counts what is left out."""
 
     validation_fraction: float
     max_document_tokens: int
@@ -138,10 +135,7 @@ class Windows:
         )
 
     def _add(self, name: str, group: str, cluster: str, item: EncodedItem) -> None:
-        """Add the windows of an item that fit within prompts.max_train_tokens, which does not limit validation.
-
-        An item with the same tokens and loss mask as an earlier one is left out.
-        """
+        """Add the windows of an item that is no copy of an earlier one, as far as the training split has room."""
         counts = self.counts
         if self._is_copy(item):
             counts["copies"] += 1

@@ -92,12 +92,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_generated: bool = False
 ) -> RenderedConversation:
-    """Renders a conversation, whose answers need no check if the target generated them.
+    """Renders a conversation, whose answers need no check if the target generated them, or raises ConversationRefused.
 
     The first text contains the last assistant turn that can be located and is to be trained.
-
-    Raises:
-        ConversationRefused: an answer cannot be supervised as it is written, or the template drops a prompt or fails.
     """
     trained = _trained_answers(messages, () if is_generated else set(special_tokens(tokenizer).values()))
     try:

@@ -18,12 +18,8 @@ def read_text_files(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the texts of all files below `directories` whose names match `pattern`, by name in the order of names.
 
-    Also returns why a file or directory was not read, by name, or by path if the name was used before.
-
-    Args:
-        directories: paths, or `standard_library` for the running Python's standard library.
-        pattern: a glob for the file's name, such as `*.py`.
-        exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
+    Also returns why a file or directory was not read, by name, or by path if the name was used before. `exclude` are
+    globs for the path relative to the directory, such as `site-packages/*`.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}

@@ -119,10 +119,7 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class Dialogue:
-    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt.
-
-    A prompt and its response have at most `context_tokens`.
-    """
+    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt."""
 
     def __init__(
         self,

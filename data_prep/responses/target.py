@@ -71,10 +71,7 @@ def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
 def regenerate_with_target(
     target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling, on_step: Callable[[int], None]
 ) -> Iterator[RegeneratedConversation]:
-    """Regenerate the conversations of each batch turn by turn; finished ones drop out of the batch.
-
-    `on_step` is that of `generate`.
-    """
+    """Regenerate the conversations of each batch turn by turn; finished ones drop out of the batch."""
     for batch in batches:
         while running := [(dialogue, prompt) for dialogue in batch if (prompt := dialogue.next_prompt()) is not None]:
             responses = generate(target, [prompt for _, prompt in running], sampling, on_step)

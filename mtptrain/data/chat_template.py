@@ -37,11 +37,7 @@ def _tools_of(messages: Sequence[Mapping[str, Any]]) -> list[Any] | None:
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], is_prompt: bool = False
 ) -> str:
-    """Returns the text of messages, followed by the generation prompt if `is_prompt`.
-
-    Raises:
-        TemplateError: the template rejects the messages, or fails.
-    """
+    """Returns the text of messages, followed by the generation prompt if `is_prompt`, or raises TemplateError."""
     # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first.
     try:
         read = [{key: value for key, value in each.items() if key not in ("tools", "weight")} for each in messages]
@@ -66,10 +62,7 @@ def render_text(
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str = "messages"
 ) -> str:
-    """Returns a conversation, which does not end with an assistant message, followed by the generation prompt.
-
-    An error names `where` the messages come from, such as a file and line.
-    """
+    """Returns a conversation followed by the generation prompt. An error names `where` the messages come from."""
     require_chat_template(tokenizer)
     try:
         return render_text(tokenizer, messages, is_prompt=True)

@@ -116,10 +116,7 @@ class Identity(Protocol):
 
 
 def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens: int) -> None:
-    """Refuse stored data at `path` whose identity differs from the one that this run's settings require.
-
-    `shard_tokens` are the expected and found tokens per shard; passed only if more shards will be written.
-    """
+    """Refuse stored data whose identity, or tokens per shard if more will be written, are not those of this run."""
     expected_facts, found_facts = expected.facts(), found.facts()
     if shard_tokens:
         expected_facts["hidden_states.shard_tokens"], found_facts["hidden_states.shard_tokens"] = shard_tokens

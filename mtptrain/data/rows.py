@@ -56,11 +56,7 @@ ANY_SCHEMA = RowFormat()
 
 
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], set[str]]:
-    """Returns the messages of a row, and the names of the columns and message keys that are passed over.
-
-    Raises:
-        ConversationRefused: the messages cannot be read, or something beside them cannot be passed over.
-    """
+    """Returns the messages of a row, and the names of the columns and message keys that are passed over."""
     columns = given_columns(row, form.metadata)
     if not any(name in row for name in MESSAGE_COLUMNS):
         raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
@@ -95,12 +91,7 @@ def given_columns(row: Row, metadata: Collection[str]) -> dict[str, Any]:
 
 
 def pass_over(what: str, items: Row) -> set[str]:
-    """Returns the names of those items, each a `column` or `message key`, that nobody reads.
-
-    Raises:
-        ConversationRefused: a flag says that a row is not to be trained, or a name says that the item changes what is
-            trained or holds tools or media.
-    """
+    """Returns the names of those items, each a `column` or `message key`, that nobody reads, or refuses the row."""
     for name, value in items.items():
         words = re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)).lower()
         is_number = isinstance(value, int | float)
