@@ -62,16 +62,13 @@ def serve_by_llama(
 ) -> Serve:
     """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
 
-    def serve(
-        case: Case, *, file: Path | None = None, target: Path | None = None, is_exact: bool = True
-    ) -> tuple[list[Generation], EngineRun, EngineCounts]:
-        directory, num_drafts = tmp_path_factory.mktemp("head"), case.num_speculative_tokens
-        gguf = target or gguf_of(case.target)
+    def serve(case: Case) -> tuple[list[Generation], EngineRun, EngineCounts]:
+        directory, num_drafts, gguf = tmp_path_factory.mktemp("head"), case.num_speculative_tokens, gguf_of(case.target)
         form = format_for("llama_cpp", HEADS[case.head], target_of(case.target).target.config, gguf)
         write_head(directory, form, head_of(case.head, case.target).state_dict())
         check_tensors(directory, form)
-        head = file or directory / form.weights_name, form.method, num_drafts
-        arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, is_exact, head)
+        head = directory / form.weights_name, form.method, num_drafts
+        arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, True, head)
         with started_server(LlamaServer, [llama_server, *arguments], directory / "server.log") as server:
             theirs = server.generate(*QUESTIONS)
         ours = drafted_here(case, target_of, head_of)

@@ -7,77 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from gguf import GGUFReader
 
 from mtptrain.engines.llama_cpp.server import HOST_SAMPLING, LlamaServer, server_arguments
 from mtptrain.engines.load import send
 from mtptrain.engines.process import started_server
 from mtptrain.engines.requests import Load, Requests
 from mtptrain.engines.table import format_for
-from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from tests.conftest import Run, run_program
-from tests.gguf_files import F32, write_gguf
-from tests.gguf_files import tensors_of as tensors_of_target
 from tests.serving.cases import CONTEXT_TOKENS, HEADS, MAX_NEW_TOKENS, PROMPTS, Case, cases_of, each
-from tests.serving.llama_cpp import convert
 from tests.serving.ours import OnDisk, Serve, check_equal, drafted_here
 
 
 @each(cases_of("llama_cpp"))
 def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
-
-
-def tensors_of(path: Path) -> dict[str, np.ndarray]:
-    return {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
-
-
-def metadata_of(path: Path) -> dict[str, object]:
-    fields = GGUFReader(path).fields.values()
-    return {field.name: field.contents() for field in fields if not field.name.startswith(("GGUF.", "general."))}
-
-
-@pytest.mark.parametrize("kind", ["eagle3_norms_before_inside", "dflash2"])
-def test_our_file_is_that_of_llama_cpps_converter(
-    kind: str,
-    llama_server: Path,
-    gguf_of: Callable[[str], Path],
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path: Path,
-) -> None:
-    """Tests also that the converter reads the layers of our export for vLLM."""
-    name = "llama" if kind.startswith("eagle3") else "llama_8_layers"  # it scales no RoPE of DFlash
-    target, state, config = target_of(name), head_of(kind, name).state_dict(), HEADS[kind]
-    write_head(tmp_path / "vllm", format_for("vllm", config, target.target.config), state)
-    write_head(tmp_path / "ours", format_for("llama_cpp", config, target.target.config, gguf_of(name)), state)
-    converted = convert(tmp_path / "vllm", tmp_path / "converted.gguf", "--target-model-dir", str(target.directory))
-    ours, theirs = tensors_of(tmp_path / "ours/model.gguf"), tensors_of(converted)
-    assert ours.keys() == theirs.keys()
-    for tensor in ours:  # RoPE factors are computed in another order
-        assert np.allclose(ours[tensor], theirs[tensor], rtol=1e-6 if tensor == "rope_freqs.weight" else 0, atol=0)
-    our_metadata, their_metadata = metadata_of(tmp_path / "ours/model.gguf"), metadata_of(converted)
-    wanted = {key for key in our_metadata if key.startswith(("eagle3.", "dflash."))} & their_metadata.keys()
-    assert len(wanted) >= 12 and any(key.endswith(".target_layers") for key in wanted)
-    assert {key: our_metadata[key] for key in wanted} == {key: pytest.approx(their_metadata[key]) for key in wanted}
-
-
-def test_keys_that_half_precision_cannot_hold_are_exact_with_our_arguments(
-    serve_by_llama: Serve, target_of: Callable[[str], OnDisk], tmp_path: Path
-) -> None:
-    """Tests our arguments for keys and values with a target of larger keys and smaller queries."""
-    case, directory = Case("eagle3_default_layers", "llama_8_layers"), target_of("llama_8_layers").directory
-    tensors = tensors_of_target(directory)
-    scales = {".attn_k.": 2.0**17, ".attn_q.": 2.0**-17}
-    larger = {name: tensors[name] * scale for part, scale in scales.items() for name in tensors if part in name}
-    target = write_gguf(tmp_path / "larger.gguf", directory, F32, tensors=larger)
-    ours, theirs, counted = serve_by_llama(case, target=target)
-    assert theirs.tokens == [generation.tokens for generation in ours] and theirs.counts == counted
-    _, rounded, _ = serve_by_llama(case, target=target, is_exact=False)
-    assert rounded.tokens != theirs.tokens
 
 
 @pytest.mark.parametrize("is_on_host", [True, False], ids=["with our argument", "without"])

@@ -21,7 +21,6 @@ from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.hidden_states.extraction.vllm_streams import (
     VllmStreams,
-    _check_states,
     engine_environment,
     visible_devices,
 )
@@ -163,21 +162,6 @@ def shared_memory(engine: list[psutil.Process]) -> set[Path]:
     """Returns the shared memory that an engine and its workers use, and that no other process would remove."""
     mapped = (mapping.path for process in engine for mapping in process.memory_maps())
     return {Path(path) for path in mapped if path.startswith("/dev/shm/psm_")}
-
-
-PROMPT = np.array([5, 6, 7], dtype=np.int32)
-
-
-def test_states_that_are_not_of_every_token_of_the_prompt_are_refused() -> None:
-    _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
-    of_shard = r"document 1 of the 2 in shard 7 .* must have"
-    for shape, token_ids, message in (
-        ((2, 2, 4), [5, 6], rf"{of_shard} 2 states for each of its 3 tokens, but has 2 for 2[^;]*; set hidd"),
-        ((3, 1, 4), [5, 6, 7], r"must have 2 states for each of its 3 tokens, but has 1 for 3, per"),
-        ((3, 2, 4), [5, 6, 8], rf"{of_shard} 2 states .* but has 2 for 3, perhaps of others; set"),
-    ):
-        with pytest.raises(UserError, match=message):
-            _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(shape), torch.tensor(token_ids), 2)
 
 
 def test_every_rank_has_gpus_of_its_own() -> None:

@@ -10,8 +10,6 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +23,14 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
 MIN_BATCHED_TOKENS = 4096
 
 
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`, which vLLM calls ten times per engine. These calls dominate a small engine's start."""
-    collect = gc.collect
-    gc.collect = lambda generation=2: 0
-    try:
-        yield
-    finally:
-        gc.collect = collect
-
-
 def run_and_clean_up(engine: dict[str, Any]) -> dict[str, Any]:
     """Returns an engine's result or error, and frees the engine's memory."""
     try:
-        with few_collections():
-            return generate(engine)
+        return generate(engine)
     except Exception as error:  # third-party code may raise anything, and the next engine must still run
         return {"error": "".join(traceback.format_exception(error))}
     finally:
-        with few_collections():
-            cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()
         gc.collect()
 
 

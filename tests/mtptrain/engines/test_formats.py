@@ -17,8 +17,6 @@ from transformers import AutoConfig, LlamaConfig
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import ENGINES, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
-from mtptrain.heads import HEADS
-from mtptrain.heads.layer_head import LayerHead
 from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
 FORMATS = Path(__file__).with_name("formats.json")
@@ -56,8 +54,6 @@ def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 CASES = all_cases()
-LAYER_FORMATS = [case for case in CASES if issubclass(HEADS[case[1]], LayerHead)]
-"""Formats of heads that an engine runs as a Llama."""
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +105,6 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
     assert all(torch.equal(restored[key], state[key]) for key in state)
     assert form.tensors(restored).keys() == tensors.keys(), "neither direction may change its argument"
     check_tensors(written(tmp_path / "out", form), form)
-
-
-def test_transformers_reads_the_config_with_the_targets_scaled_rope(tmp_path: Path) -> None:
-    """Engines read the config with transformers first."""
-    rope = {
-        **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
-        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 128},
-    }
-    target = target_config(rope_parameters=rope)
-    for number, (engine, name, settings) in enumerate(LAYER_FORMATS):
-        form = format_for(engine, head_config(name, **settings), target)
-        config = AutoConfig.from_pretrained(written(tmp_path / str(number), form, torch.bfloat16))
-        assert config.architectures == [form.architecture] and config.rope_parameters == rope
-        assert (config.vocab_size, config.hidden_size, config.max_position_embeddings) == (260, 64, 512)
-        assert config.head_dim == settings.get("head_dim", 64)
 
 
 def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:

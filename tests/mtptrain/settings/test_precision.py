@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from mtptrain.config import Dtype
 from mtptrain.settings.precision import fast_dtype
 from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
-from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
-from mtptrain.utils.errors import UserError
-from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from mtptrain.utils.cpu import PRETENDED_BF16
+from tests.conftest import make_config
 
 WITHOUT, WITH = "0", "1"
 CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
@@ -56,20 +54,6 @@ def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
     assert config.deepspeed["bf16"]["enabled"]
 
 
-def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PRETENDED_BF16)
-    found = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert has_bf16_instructions() == found
-    with monkeypatch.context() as before_torch_is_imported:
-        before_torch_is_imported.delitem(sys.modules, "torch")
-        assert has_bf16_instructions() == found
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not has_bf16_instructions()
-    monkeypatch.setenv(PRETENDED_BF16, "true")
-    with pytest.raises(UserError, match="MTPTRAIN_CPU_BF16: must be 0, 1 or unset, but is 'true'; unset it"):
-        has_bf16_instructions()
-
-
 def test_a_stage_that_has_begun_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = StageDir(tmp_path / "run/hidden_states")
     config = make_config(f"run_dir={tmp_path}/run")
@@ -91,36 +75,3 @@ def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: py
         ValueError, match=r"deepspeed.bf16.enabled: must be possible on a GPU.*but Tesla T4 has no bf16"
     ):
         check_device(torch.device("cuda"), {"bf16": {"enabled": True}})
-
-
-@pytest.fixture(scope="module")
-def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text_files(tmp_path_factory.mktemp("files"))
-
-
-@pytest.fixture
-def overrides(tmp_path: Path, tiny_target: Path, text_files: Path) -> tuple[str, ...]:
-    """Returns the overrides of a tiny run that leaves every precision to the machine."""
-    settings = [each for each in TINY_SETTINGS if not each.startswith("hidden_states.dtype")]
-    return (*settings, f"run_dir={tmp_path}/run", f"target.path={tiny_target}", f"prompts.paths=[{text_files}]")
-
-
-@pytest.mark.slow
-def test_a_run_keeps_its_precision_on_another_machine(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, WITH)
-    for module in ("prompts", "hidden-states"):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-    first = run_program("train", *overrides, "train.max_steps=2")
-    assert first.returncode == 0, first.stderr[-3000:]
-    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    resumed = run_program("train", *overrides, "train.max_steps=4")
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "deepspeed: should be float32 on this machine" in resumed.stderr
-    assert '"enabled": true' in (tmp_path / "run/train/stage.json").read_text()
-    finished = run_program("hidden-states", *overrides)
-    assert "is finished already" in finished.stdout, finished.stderr[-3000:]
-    other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
-    assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
