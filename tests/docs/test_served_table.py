@@ -4,11 +4,10 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedConfig
 
 from mtptrain.engines.table import engine_of, format_for
-from mtptrain.export import check_tensors, reload_head, write_head
+from mtptrain.export import check_tensors, write_head
 from mtptrain.target.families import read_target_config
 from tests.mtptrain.engines.conftest import random_head
 from tests.serving.cases import HEADS, SERVED, TARGETS, cases_of
@@ -65,11 +64,8 @@ def cell(engine: str, head: str, family: str, target: PreTrainedConfig, director
     if engine in SERVED and not (engine == "vllm" and head in ONLY_ON_GPUS):
         return NEAR if engine == "vllm" and is_served("vllm in bf16", head, family) else UNTRIED
     form = format_for(engine, HEADS[head], target)
-    state = random_head(form.head, target).state_dict()
-    write_head(directory, form, state)
+    write_head(directory, form, random_head(form.head, target).state_dict())
     check_tensors(directory, form)
-    reloaded = reload_head(directory, form).state_dict()
-    assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)
     # tests/mtptrain/engines/test_transformers.py compares what transformers accepts with our own loop.
     return EQUAL if engine == "transformers" else CHECKED
 

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import Run, run_program
 from tests.sealed import describe_again
-from tests.serving.conftest import vllm_server
-from tests.serving.ours import OnDisk
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +52,3 @@ def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}", "acceptance.dtype=bfloat16")
     assert result.returncode == 1
     assert " %" in result.stdout and "but they differ in" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_running_server_counts_as_we_do(
-    run: Run, vllm_python: str, target_of: Callable[[str], OnDisk], tmp_path: Path
-) -> None:
-    draft = {"method": "eagle3", "model": str(run[0] / "export/vllm"), "num_speculative_tokens": 3}
-    arguments = ["--speculative-config", json.dumps(draft), "--no-enable-chunked-prefill"]
-    with vllm_server(vllm_python, target_of("llama").directory, tmp_path / "server.log", *arguments) as url:
-        for number in range(2):  # the server's counters do not start again from zero
-            result = check(run, tmp_path / str(number), f"serving.url={url}/")
-            assert result.returncode == 0, result.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"{number}/report.json").read_text()) for number in range(2))
-    for name in ("command", "seal"):  # the commands name different output directories
-        assert first.pop(name) != second.pop(name)
-    assert first == second and first["is_equal"]

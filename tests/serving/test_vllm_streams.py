@@ -1,6 +1,5 @@
 """Tests that an engine extracts the same bits for a shard in any order, limits its files, and ends with its rank."""
 
-import json
 import os
 import random
 import select
@@ -18,10 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.hidden_states.extraction.vllm_streams import (
     VllmStreams,
-    engine_environment,
     visible_devices,
 )
 from mtptrain.utils.errors import UserError
@@ -175,34 +172,3 @@ def test_every_rank_has_gpus_of_its_own() -> None:
         r"4",
     ):
         visible_devices("0,1,2,3", 1, 4)
-
-
-SUPPORTED = """
-import importlib, json
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.model_executor.models.interfaces import supports_eagle3
-from vllm.model_executor.models.registry import _VLLM_MODELS
-
-found = {}
-for family, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-    module, name = _VLLM_MODELS.get(architecture, ("transformers", ""))
-    if module == "transformers":
-        continue
-    try:
-        model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
-    except ModuleNotFoundError:  # classes that need packages which are not installed here
-        continue
-    found[family] = supports_eagle3(model_class)
-print(json.dumps(found))
-"""
-
-
-def test_the_families_without_streams_are_those_whose_class_in_vllm_has_no_eagle3(vllm_python: str) -> None:
-    """Tests all families of transformers for which vLLM has a class of its own that can be imported here."""
-    command = [vllm_python, "-c", SUPPORTED]
-    result = subprocess.run(command, capture_output=True, text=True, env=engine_environment(os.environ, 0, 1))
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
-    without = {family for family, has_it in found.items() if not has_it}
-    assert len(found) > 60 and {"llama", "qwen2", "qwen3", "deepseek_v2", "granite"} <= found.keys() - without
-    assert without == set(WITHOUT_STREAMS) - {"mimo"}  # which transformers does not know

@@ -115,25 +115,6 @@ def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) ->
             assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
 
 
-def test_columns_of_the_hidden_state_come_first_in_mimo_and_its_norms_are_those_of_what_they_read(
-    target: LlamaConfig,
-) -> None:
-    form = format_for("sglang", head_config("mtp"), target)
-    state, mimo = random_head(form.head, target).state_dict(), "model.mtp_layers.0."
-    tensors = form.tensors(state)
-    embedding, hidden = torch.randn(2, 64)
-    ours, theirs = torch.cat([embedding, hidden]), torch.cat([hidden, embedding])
-    weight = tensors[mimo + "input_proj.weight"]
-    assert torch.allclose(state["eh_proj.weight"] @ ours, weight @ theirs, atol=1e-4)
-    assert not torch.allclose(state["eh_proj.weight"] @ ours, weight @ ours, atol=1e-4)
-    for engines, own in (("token", "enorm"), ("hidden", "hnorm"), ("final", "norm")):
-        assert torch.equal(tensors[f"{mimo}{engines}_layernorm.weight"], state[f"{own}.weight"])
-    eagle = format_for("sglang", head_config("eagle"), target)
-    biases = {**tensors, **eagle.tensors(random_head(eagle.head, target).state_dict())}
-    zeros = [tensor for name, tensor in biases.items() if name.endswith(".bias")]
-    assert len(zeros) == 4 and not any(tensor.any() for tensor in zeros), "SGLang draws missing biases at random"
-
-
 @pytest.mark.parametrize(
     ("model_type", "layers", "for_vllm", "for_sglang"),
     [

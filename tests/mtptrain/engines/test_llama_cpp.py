@@ -3,19 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines.table import format_for, warn_of_limits
 from mtptrain.export import check_tensors, reload_head, write_head
-from mtptrain.target.families import read_target_config
-from mtptrain.target.gguf import read_header
 from mtptrain.utils.errors import UserError
-from tests.conftest import LLAMA3_ROPE, make_target
+from tests.conftest import make_target
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.engines.conftest import head_config, random_head
 
@@ -78,20 +74,6 @@ def test_a_targets_file_that_is_missing_or_another_models_is_refused_before_trai
     target.num_hidden_layers = 6
     with pytest.raises(UserError, match=r"target\.gguf: .* whose block_count is 6, but in .* it is 4; convert"):
         format_for("llama_cpp", head_config("dflash"), target, target_gguf)
-
-
-def test_the_file_of_a_target_is_written_as_it_was_read(tmp_path: Path) -> None:
-    """Tests names and orders of rows with the reader of GGUF targets, which was written for files of llama.cpp."""
-    directory = make_target(tmp_path / "target", "llama", **SIZES, rope_parameters=LLAMA3_ROPE)
-    gguf, target = write_gguf(tmp_path / "target.gguf", directory, F32), read_target_config(directory)
-    config = head_config("draft_model", num_hidden_layers=4, intermediate_size=target.intermediate_size)
-    form = format_for("llama_cpp", config, target, gguf)
-    write_head(tmp_path / "out", form, load_file(directory / "model.safetensors"))
-    ours, theirs = read_header(tmp_path / "out/model.gguf"), read_header(gguf)
-    assert ours.tensors.keys() - theirs.tensors.keys() == {"rope_freqs.weight"}
-    assert all(np.array_equal(ours.dequantised(name), theirs.dequantised(name)) for name in theirs.tensors)
-    same = theirs.metadata.keys() - {"llama.rope.scaling.attn_factor"}
-    assert {key: ours.metadata[key] for key in same} == {key: pytest.approx(theirs.metadata[key]) for key in same}
 
 
 @pytest.mark.parametrize("ids", [[0, 5, 99, 259], [99, 0, 259, 5]], ids=["ascending", "as in some published heads"])

@@ -31,14 +31,12 @@ def requests_of(prompts: list[list[int]]) -> Requests:
 
 
 @pytest.mark.parametrize(("kind", "steps"), [(VllmServer, [2, 7]), (LlamaServer, [1, 3])])
-@pytest.mark.parametrize("direct", ["", "example.org"])
 def test_every_request_is_answered_without_a_proxy_and_its_steps_are_counted(
-    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, kind: type[EngineServer], steps: list[int], direct: str
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, kind: type[EngineServer], steps: list[int]
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, direct)
+    monkeypatch.setenv("no_proxy", "")
     result = send(kind(fake.url), requests_of(PROMPTS), LOAD)
     assert sorted(answer.num_tokens for answer in result.answers) == [2, 2, 2, 7, 7, 7]
     assert [len(answer.steps_s) for answer in result.answers] == 3 * steps[::-1]

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.engines.table import format_for
-from mtptrain.engines.vllm.formats import VllmMimo
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.start import load_init
@@ -22,31 +21,26 @@ from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.engines.conftest import random_head
 
 
-def checkpoint(directory: Path) -> tuple[Path, Tensors]:
+@pytest.fixture
+def target(tmp_path: Path) -> tuple[Path, Tensors]:
     """Returns a tiny MiMo target with an MTP layer, and the layer's tensors under the names of head `mtp`."""
-    make_target(directory, "mimo")
+    directory = make_target(tmp_path / "target", "mimo")
     return directory, add_mimo_layer(directory)
 
 
-def export(directory: Path, target_dir: Path) -> tuple[VllmMimo, Tensors]:
-    """Writes a random head into a copy of the checkpoint, and returns the format and the head's weights."""
+def export(directory: Path, target_dir: Path) -> Tensors:
+    """Writes a random head into a copy of the checkpoint, and returns the head's weights."""
     form = format_for("vllm", MIMO_HEAD, read_target_config(target_dir))
     state = random_head(MIMO_HEAD, form.target).state_dict()
     write_head(directory, form, state)
     form.add_target(directory, target_dir)
     check_tensors(directory, form)
-    assert isinstance(form, VllmMimo)
-    return form, state
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> tuple[Path, Tensors]:
-    return checkpoint(tmp_path / "target")
+    return state
 
 
 def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path, Tensors], tmp_path: Path) -> None:
     directory, layer = target
-    form, state = export(tmp_path / "export", directory)
+    state = export(tmp_path / "export", directory)
     assert all(not torch.equal(state[name], layer[name]) for name in layer)
     index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "export").glob("*.safetensors")}
@@ -60,15 +54,8 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
         assert torch.equal(after[name], tensor) != name.startswith(MIMO_LAYER), name
     again = load_init(str(tmp_path / "export"), MIMO_HEAD, TargetFiles(directory))[1]
     assert all(torch.equal(again[name], state[name]) for name in state)
-    assert {path.name for path in directory.glob("*token*")} <= {path.name for path in (tmp_path / "export").iterdir()}
     config = json.loads((tmp_path / "export/config.json").read_text())
-    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     assert "auto_map" not in config and str(tmp_path) not in json.dumps(config)
-    assert form.launch("unused", Path("/DIR"), 3) == (
-        'vllm serve /DIR --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
-    )
-    assert form.launch("unused", Path("/my heads"), 3).startswith("vllm serve '/my heads' --speculative-config '{")
-    assert load_target(tmp_path / "export", torch.float32, torch.device("cpu")).config.model_type == "mimo"
 
 
 def test_shards_without_mtp_tensors_are_links_and_a_shard_of_mtp_tensors_alone_is_left_out(
