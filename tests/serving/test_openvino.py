@@ -30,15 +30,9 @@ def test_openvinos_default_layers_are_not_ours(serve_by_openvino: Serve) -> None
 def test_the_commands_of_the_readme_decode(run_of: Callable[[str], Run], openvino_python: Path, tmp_path: Path) -> None:
     readme = (run_of("openvino")[0] / "export/openvino/README.md").read_text()
     commands, tools = readme.split("```")[1], openvino_python.parent
-    result = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    command = ["bash", "-e", "-c", commands]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     head = (tmp_path / "head_openvino/openvino_model.xml").read_text()
     assert "hidden_layers_list" in head and "eagle3_mode" in head and result.stdout.strip()

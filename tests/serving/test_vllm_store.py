@@ -24,12 +24,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> lis
     target_dir = make_target(directory / "target", num_attention_heads=2, num_key_value_heads=2)
     files = write_text_files(directory / "files")
     given = [*TINY_SETTINGS, f"target.path={target_dir}", f"prompts.paths=[{files}]", f"run_dir={directory}/run"]
-    given += [
-        "head=eagle3",
-        "head.capture_layers=[0,1]",
-        "hidden_states.batch_tokens=512",
-        f"serving.python={vllm_python}",
-    ]
+    given += ["head=eagle3", "head.capture_layers=[0,1]", "hidden_states.batch_tokens=512"]
+    given.append(f"serving.python={vllm_python}")
     result = run_program("prompts", *given)
     assert result.returncode == 0, result.stderr[-3000:]
     return given

@@ -21,21 +21,18 @@ MISTAKES = {
     "train.lrr=1": f"train.lrr: {NO_SETTING} did you mean train.lr?",
     "+sed=1": f"sed: {NO_SETTING} did you mean seed?",
     "lr=1": f"lr: {NO_SETTING} did you mean train.lr?",
-    "prompts.path=[a]": f"prompts.path: {NO_SETTING} did you mean prompts.paths?",
     "train.seed=1": f"train.seed: {NO_SETTING} did you mean seed or acceptance.seed?",
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "
     "(+deepspeed.steps=VALUE adds a new one)",
     "head=mtpp": "In 'pipeline': Could not find 'head/mtpp' Available options in 'head': dflash dflash2 draft_model "
     "dspark eagle eagle3 hydra medusa mtp native_mtp peagle",
     "prompts.paths=a": f"prompts.paths: {REPORTS} Invalid value assigned: str is not a ListConfig, list or tuple.",
-    "train.tracker=wand": f"train.tracker: {REPORTS} Invalid value 'wand', expected one of [none, wandb]",
     "prompts.paths=[a": "prompts.paths=[a: must be NAME=VALUE, but cannot be read (no viable alternative at input "
     "'[a')",
     "serving.url=http://me:sesame@a/?key=sesame": "serving.url=http://***@a/?key=***: must be NAME=VALUE, but cannot "
     "be read (mismatched input '=' expecting <EOF>)",
     "--multirun": "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but is "
     "given to another program; leave it out",
-    "hydra.run.dir=/dev/null": "/dev/null: File exists",
     "run_dir=???": f"run_dir: {REPORTS} Structured config of type `PipelineConfig` has missing mandatory value: "
     "run_dir",
 }

@@ -78,13 +78,9 @@ def test_a_server_that_fails_while_it_answers_is_not_taken_for_another_program(f
 
 def test_a_password_in_the_address_is_not_shown(fake: FakeServer) -> None:
     fake.answers["/version"] = b"[]"
-    with pytest.raises(ValueError, match=r"but http://\*\*\*@127\.0\.0\.1:\d+/version answers"):
-        VllmServer(fake.url.replace("//", "//me:sesame@"))
     with pytest.raises(UserError) as failed:
-        VllmServer(fake.url + "/?key=sesame&model=a")
-    assert f"but {fake.url}/?key=***&model=***/version answers" in str(failed.value) and "sesame" not in str(
-        failed.value
-    )
+        VllmServer(fake.url.replace("//", "//me:sesame@") + "/?key=sesame&model=a")
+    assert "/?key=***&model=***/version answers" in str(failed.value) and "sesame" not in str(failed.value)
 
 
 def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.settings.hardware import announce_hardware, this_machine
+from mtptrain.settings.hardware import this_machine
 
 
 @contextmanager
@@ -49,12 +49,3 @@ def test_auto_is_the_hardware_that_is_nearest_to_the_machine(
     assert number == 0 or config.planner.gpu_memory_gb == memory_gb
     assert config.planner.gpu_tflops == 0
     assert config.hidden_states.backend == "transformers"
-
-
-def test_auto_says_once_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("MTPTRAIN_HARDWARE", "")
-    with gpus(2, 24):
-        announce_hardware("auto")
-        announce_hardware("auto")
-    line = "hardware: gpu_1, because this machine has 2 GPUs of 24 GB; hardware=NAME chooses another\n"
-    assert capsys.readouterr() == ("", line)

@@ -49,11 +49,3 @@ def test_a_mix_that_means_nothing_is_refused() -> None:
         with pytest.raises(UserError) as caught:
             loss_mix(loss)
         assert str(caught.value).startswith(message)
-
-
-def test_features_have_one_weight() -> None:
-    message = (
-        "train.feature_weight: must be 0 if train.loss names the part features, but is 0.5; give the weight in one"
-    )
-    with pytest.raises(UserError, match=message):
-        loss_mix({"kl": 1, "features": 0.1}, 0.5)

@@ -42,12 +42,6 @@ def test_an_explicit_precision_is_obeyed(pretended: str) -> None:
     assert make_config("acceptance.dtype=bfloat16").acceptance.dtype == Dtype.bfloat16
 
 
-def test_a_word_that_is_no_switch_is_refused_for_bf16() -> None:
-    for value in ("off", "on", "null"):
-        with pytest.raises(ValueError, match=r"deepspeed\.bf16\.enabled: must be true, false or auto, but is .*; corr"):
-            make_config(f"deepspeed.bf16.enabled={value}")
-
-
 def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
     config = make_config("plan=true", "planner.gpu_tflops=989")
     assert config.hidden_states.dtype == config.acceptance.dtype == Dtype.bfloat16
