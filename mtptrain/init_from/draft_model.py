@@ -14,8 +14,8 @@ from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import check_weights
 from mtptrain.target.hub import resolve_target
+from mtptrain.target.loading import check_target
 from mtptrain.target.model import Target
-from mtptrain.target.self_check import check_target
 from mtptrain.utils.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")

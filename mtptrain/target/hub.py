@@ -62,8 +62,19 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a checkpoint."""
-    refuse_own_tokenizer(target_dir)
+    """Returns the tokenizer of a checkpoint.
+
+    A class in the checkpoint's own code is refused: without that code, transformers might choose another class, which
+    would give other tokens.
+    """
+    path = target_dir / "tokenizer_config.json"
+    settings = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
+    name = settings.get("tokenizer_class")
+    if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
+        raise UserError(
+            f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
+            f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
         tokenizer("a")  # reads settings, such as model_max_length, that loading does not
@@ -76,21 +87,6 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
             f"{DOWNLOAD_AGAIN}"
         ) from error
     return tokenizer
-
-
-def refuse_own_tokenizer(target_dir: Path) -> None:
-    """Raises UserError if the tokenizer is a class in the checkpoint's own code, which is never run.
-
-    Without that code, transformers might choose another class without a word, which would give other tokens.
-    """
-    path = target_dir / "tokenizer_config.json"
-    settings = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
-    name = settings.get("tokenizer_class")
-    if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
-        raise UserError(
-            f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
-            f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
-        )
 
 
 def weight_files(target_dir: Path) -> list[Path]:

@@ -27,8 +27,8 @@ from mtptrain.target.causal_attention import (
     refuse_keywords,
     tempered,
 )
+from mtptrain.target.loading import check_texts, refuse_difference, refusing_errors, short_limits
 from mtptrain.target.model import Target
-from mtptrain.target.self_check import check_texts, refuse_difference, refusing_errors, short_limits
 
 PACKED = "mtptrain_packed"
 """The name under which `packed_attention` is registered with transformers."""

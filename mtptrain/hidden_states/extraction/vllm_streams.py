@@ -193,13 +193,11 @@ def _check_states(
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
     """Returns the environment of a rank's engine, with its GPUs and `ENVIRONMENT`, and without torchrun's variables."""
-    kept = {name: value for name, value in without_own_settings(environment).items() if not _is_torchrun_variable(name)}
+    own, ends = ("TORCHELASTIC_", "MASTER_"), ("RANK", "WORLD_SIZE")  # of torchrun
+    given = without_own_settings(environment)
+    kept = {name: value for name, value in given.items() if not (name.startswith(own) or name.endswith(ends))}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
     return {**kept, "CUDA_VISIBLE_DEVICES": devices, **ENVIRONMENT}
-
-
-def _is_torchrun_variable(name: str) -> bool:
-    return name.startswith(("TORCHELASTIC_", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE"))
 
 
 def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: int) -> str:

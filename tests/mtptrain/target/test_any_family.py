@@ -15,7 +15,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.hidden_states.extraction import transformers_streams
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
-from mtptrain.target import causal_attention, self_check
+from mtptrain.target import causal_attention, loading
 from mtptrain.target.causal_attention import FULL, PLAIN
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import load_frozen_parts
@@ -81,7 +81,7 @@ def test_a_member_of_a_family_computes_what_transformers_does(
 ) -> None:
     # The states of a text are not computed as those of single tokens are: transformers' own results differ as much.
     tolerance = 3e-4 if name in KEEPS_STATES else 1e-5
-    monkeypatch.setattr(self_check, "EXACT", tolerance)
+    monkeypatch.setattr(loading, "EXACT", tolerance)
     directory = member(name)
     target = load(directory)
     assert target.form.keeps_states == (name in KEEPS_STATES)
@@ -155,7 +155,7 @@ def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(tmp_p
 @pytest.mark.parametrize(("name", "limit"), [("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_a_window_or_chunk_below_those_of_the_check_is_kept(tmp_path: Path, name: str, limit: str) -> None:
     family, settings = EXACT[name]
-    check_streams(load(write_member(tmp_path, family, {**settings, limit: self_check.SHORT - 2})))
+    check_streams(load(write_member(tmp_path, family, {**settings, limit: loading.SHORT - 2})))
 
 
 FAULTS: dict[str, dict[str, object]] = {
@@ -186,7 +186,7 @@ def test_the_check_finds_lost_sinks_and_soft_caps(
     target = load(directory)
     monkeypatch.setattr(causal_attention, "Extras", lambda *args: PLAIN)
     with pytest.raises(UserError, match="logits of a text must be those of transformers' own forward"):
-        self_check.check_target(target)
+        loading.check_target(target)
     monkeypatch.setattr(transformers_streams, "Extras", lambda *args: PLAIN)
     with pytest.raises(UserError, match=r"states of documents after \d layers must be"):
         check_streams(target)
@@ -199,7 +199,7 @@ def test_in_bf16_too_the_check_finds_wrong_attention_over_a_cache(
     target = load_target(member(name), torch.bfloat16, CPU)
     monkeypatch.setattr(causal_attention, "masked_attention", lambda query, *args: torch.zeros_like(query))
     with pytest.raises(UserError, match="logits after rejected drafts must be those of transformers' own forward"):
-        self_check.check_target(target)
+        loading.check_target(target)
 
 
 def test_a_model_that_rounds_but_returns_logits_in_fp32_is_judged_by_the_dtype_that_it_computes_in(
@@ -208,7 +208,7 @@ def test_a_model_that_rounds_but_returns_logits_in_fp32_is_judged_by_the_dtype_t
     target = load_target(member("nemotron_h"), torch.bfloat16, CPU)
     ids = IDS.clamp(max=target.config.vocab_size - 1)
     assert target.model(input_ids=ids).logits.dtype is torch.float32
-    self_check.check_target(target)
+    loading.check_target(target)
 
 
 @pytest.mark.parametrize("name", tiers(["qwen3_next", "qwen3_5_text", "lfm2", "jamba"], ["qwen3_5_text"]))
