@@ -1,15 +1,20 @@
-"""Tests what is read from the configs of a target, and the rotary embeddings that heads take from it."""
+"""Tests what is read from a target's configs, what heads take from them, and what its identity depends on."""
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from mtptrain.data.identity import TargetIdentity
 from mtptrain.heads.layers import Rope
 from mtptrain.target.families import eos_token_ids, head_rope_parameters, read_generation_config
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import DEMO_DIR, weights_fingerprint
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.families import IMAGE_MODELS
 from tests.mtptrain.target.inputs import write_config
 
@@ -56,3 +61,32 @@ def test_heads_take_the_rope_of_gemmas_full_attention(tmp_path: Path) -> None:
     cos, _ = Rope(64, config).tables(torch.tensor([100]), torch.float32)
     wanted = [math.cos(100 / 8 * 1e6 ** (-2 * pair / 64)) for pair in range(32)]
     torch.testing.assert_close(cos[0, 0], torch.tensor(wanted * 2), atol=1e-5, rtol=0)
+
+
+def identity(directory: Path) -> TargetIdentity:
+    return TargetIdentity.of(TargetFiles(directory, "name"))
+
+
+def test_identity_tells_weights_config_tokenizer_and_template_apart(tmp_path: Path) -> None:
+    base = identity(make_target(tmp_path / "base"))
+    assert identity(make_target(tmp_path / "again")) == base
+    other_weights = identity(make_target(tmp_path / "weights", seed=1))
+    assert other_weights.weights_sha256 != base.weights_sha256 and other_weights.config_sha256 == base.config_sha256
+    assert identity(make_target(tmp_path / "config", rms_norm_eps=1e-4)).config_sha256 != base.config_sha256
+    template = identity(make_target(tmp_path / "template", chat_template=GENERATION_TEMPLATE + " "))
+    assert template.chat_template_sha256 != base.chat_template_sha256
+    assert template.tokenizer_sha256 == base.tokenizer_sha256
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert identity(tmp_path / "again").tokenizer_sha256 != base.tokenizer_sha256
+
+
+def test_a_change_to_any_one_tensor_changes_the_identity(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(DEMO_DIR, tmp_path / "target")) / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path)
+    base = weights_fingerprint(path.parent)
+    for changed in tensors:
+        save_file({name: tensor * 1.5 if name == changed else tensor for name, tensor in tensors.items()}, path)
+        assert weights_fingerprint(path.parent) != base, changed
