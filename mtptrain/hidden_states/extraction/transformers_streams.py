@@ -216,20 +216,11 @@ def _varlen(
 
     settings: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
     known = _parameters_of(varlen_attn)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]
-    offsets = documents.offsets.to(query.device)
-    out = varlen_attn(
-        rows[0],
-        rows[1],
-        rows[2],
-        offsets,
-        offsets,
-        documents.longest,
-        documents.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **{name: value for name, value in settings.items() if name in known},
-    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, head_dim]
+    offsets, longest = documents.offsets.to(query.device), documents.longest
+    given = {name: value for name, value in settings.items() if name in known}
+    window_size = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=window_size, **given)
     assert isinstance(out, torch.Tensor)
     return out[None]
 
