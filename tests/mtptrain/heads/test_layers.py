@@ -11,7 +11,6 @@ from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
 from mtptrain.heads.packing import Packing
 from mtptrain.target.families import check_rope
-from tests.conftest import tiers
 from tests.mtptrain.heads.dense import dense_depth_attention
 
 Spans = list[tuple[int, int, int]]
@@ -69,36 +68,16 @@ def bf16_errors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pac
     return [(ours - exact).norm() / exact.norm() for ours, exact in zip(*found, strict=True)]
 
 
-CHATS = "answers after prompts"
-LONG: dict[str, tuple[list[int], Spans]] = {
-    CHATS: ([300, 200], [(0, 250, 50), (1, 30, 100)]),
-    "all tokens": ([300, 200], [(0, 0, 300), (1, 0, 200)]),
-    "an answer after a long prompt": ([2600], [(0, 2550, 50)]),
-    "an answer after a longer prompt": ([4000], [(0, 3950, 50)]),
-}
-
-
-@pytest.mark.parametrize("case", tiers(LONG, [CHATS]))
-def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(case: str) -> None:
-    """Scores range from 40, where one key of a row dominates, to values so small that thousands of keys have equal
-    weight."""
-    lengths, spans = LONG[case]
-    packing = Packing.of_spans(lengths, spans)
-    for size, head_dim in ((0.1, 64), (1.0, 64), (3.0, 64), (0.1, 128), (1.0, 128)):
-        generator = torch.Generator().manual_seed(0)
-        query = torch.randn(len(packing.draft_positions), 4, head_dim, generator=generator) * size
-        key, value = (torch.randn(sum(lengths), 2, head_dim, generator=generator) for _ in range(2))
-        of_output, *of_gradients = bf16_errors(query, key * size, value, packing)
-        assert of_output < 5e-3 and max(of_gradients) < 1e-2, (size, head_dim)
-
-
-def test_gradients_in_bf16_are_exact_where_many_answers_read_a_key() -> None:
+def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores() -> None:
     """Sums in bf16 over the sixty answers of a document would be off by more than a hundredth."""
-    generator = torch.Generator().manual_seed(0)
-    packing = Packing.of_spans([600], [(0, 10 * i + 5, 5) for i in range(60)])
-    query, key, value = (torch.randn(*shape, 64, generator=generator) for shape in ((300, 4), (600, 2), (600, 2)))
-    *_, of_key, of_value = bf16_errors(query, key, value, packing)
-    assert max(of_key, of_value) < 6e-3
+    sixty = [(0, 10 * i + 5, 5) for i in range(60)]
+    for packing in (Packing.of_spans([300, 200], [(0, 250, 50), (1, 30, 100)]), Packing.of_spans([600], sixty)):
+        for size in (0.1, 1.0, 3.0):  # of scores that are nearly equal, up to 40, where one key of a row dominates
+            generator = torch.Generator().manual_seed(0)
+            query = torch.randn(len(packing.draft_positions), 4, 64, generator=generator) * size
+            key, value = (torch.randn(len(packing.positions), 2, 64, generator=generator) for _ in range(2))
+            of_output, *of_gradients = bf16_errors(query, key * size, value, packing)
+            assert of_output < 5e-3 and max(of_gradients) < 8e-3, size
 
 
 TURNS: dict[str, object] = {"rope_theta": 10000.0, "factor": 4.0}
@@ -120,10 +99,10 @@ def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is
         reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
         ours = rotate(query[0], *Rope(128, config).tables(torch.arange(100), torch.float32))
         torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
-    for kind in ("dynamic", "lama3"):
-        message = rf"target\.path: the target's RoPE must be one of .* but is '{kind}', which is unknown, or changes wi"
-        with pytest.raises(ValueError, match=message):
-            check_rope(LlamaConfig(rope_parameters={"rope_type": kind, **TURNS}))
+    with pytest.raises(
+        ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic', which is"
+    ):
+        check_rope(LlamaConfig(rope_parameters={"rope_type": "dynamic", **TURNS}))
 
 
 def test_rms_norm_equals_that_of_transformers() -> None:

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.init_from.start import load_init, trained_or_initial_head
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig, HydraConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
-from tests.conftest import Run, run_program
-from tests.mtptrain.init_from.written_heads import EAGLE3, MTP, Stored, assert_equal, random_state, write
+from tests.mtptrain.init_from.written_heads import EAGLE3, MTP, Stored, assert_equal, random_state
 from tests.sealed import seal_again
 
 CPU = torch.device("cpu")
@@ -61,26 +58,3 @@ def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_ha
     seal_again(path, **facts | {"head": facts["head"] | {"of_tomorrow": 64}})
     with pytest.raises(ValueError, match=r"head\.json: must hold only settings of head .* has of_tomorrow=64; "):
         load_init(str(tmp_path), own, target)
-
-
-@pytest.mark.slow
-def test_training_starts_from_the_published_head_and_acceptance_measures_it_before(
-    fresh_run: Run, tmp_path: Path, tiny_target: Path
-) -> None:
-    run_dir, overrides = fresh_run
-    state = write(tmp_path / "head", "sglang", MTP, tiny_target)
-    init = f"head.init_from={tmp_path}/head"
-    result = run_program("acceptance", *overrides, init)
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads((run_dir / "acceptance/report.json").read_text())
-    assert report["head"] == str(tmp_path / "head") and report["head_sha256"] == weights_fingerprint(tmp_path / "head")
-    assert "unchanged from head.init_from; this run has not trained a head" in " ".join(result.stdout.split())
-
-    result = run_program("train", *overrides, init, "train.max_steps=1", "train.lr=1e-9", "deepspeed=zero0")
-    assert result.returncode == 0, result.stderr[-3000:]
-    trained = load_file(run_dir / "train/best/head.safetensors")
-    assert all(torch.allclose(trained[name], tensor, atol=1e-6) for name, tensor in state.items())
-    result = run_program("acceptance", *overrides)
-    assert result.returncode == 0, result.stderr[-3000:]
-    again = json.loads((run_dir / "acceptance/report.json").read_text())
-    assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
