@@ -99,9 +99,7 @@ def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is
         reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
         ours = rotate(query[0], *Rope(128, config).tables(torch.arange(100), torch.float32))
         torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
-    with pytest.raises(
-        ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic', which is"
-    ):
+    with pytest.raises(ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic', which"):
         check_rope(LlamaConfig(rope_parameters={"rope_type": "dynamic", **TURNS}))
 
 

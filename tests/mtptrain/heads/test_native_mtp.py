@@ -147,13 +147,11 @@ def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(
 
 def test_a_last_layer_that_is_no_module_is_refused() -> None:
     for family in ("lfm2", "llama4_text", "nemotron_h"):
-        model_type, settings = EXACT[family]
-        message = (
-            "^head: for head native_mtp, the target's last decoder layer must have attention, keep no state, and have "
-            f"the tensors that it has in a model of one layer, but that of a {model_type} does not; train head=mtp$"
-        )
-        with pytest.raises(ValueError, match=message):
-            build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+        config = AutoConfig.for_model(EXACT[family][0], **{**SIZES, **EXACT[family][1]})
+        with pytest.raises(
+            ValueError, match=f"^head: .* must have attention, keep no state, .* a {family} does not; tra"
+        ):
+            build_head(NativeMtpHead.Config(), config)
 
 
 def test_masks_over_stored_scores_attend_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:

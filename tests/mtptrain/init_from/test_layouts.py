@@ -15,15 +15,15 @@ from mtptrain.engines.table import ENGINES, engine_of
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS
 from mtptrain.init_from.start import load_init
-from mtptrain.settings.heads import HEAD_CONFIGS, CausalLayers, Eagle3Config, HeadConfig
+from mtptrain.settings.heads import HEAD_CONFIGS, DflashConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.mtptrain.init_from.written_heads import (
-    BLOCK_KINDS,
     DFLASH,
     DFLASH2,
     DSPARK,
     EAGLE3,
+    EXPORTS,
     MEDUSA,
     PEAGLE,
     Changes,
@@ -48,19 +48,9 @@ READ_BACK = [
 def test_every_export_gives_back_the_weights_that_went_in(
     tmp_path: Path, deep_target: Path, engine: str, name: str
 ) -> None:
-    vocabulary = None if name == "dflash2" or (name in BLOCK_KINDS and engine != "vllm") else 48
-    streams = {"capture_layers": [1, 2, 3] if engine == "openvino" else [1, 3], "draft_vocab_size": vocabulary}
-    block = {**streams, "mask_token_id": 7, "num_layers": 2, "ttt_steps": 5}
-    settings: dict[str, dict[str, Any]] = {
-        "eagle3": streams,
-        "peagle": {**streams, "mask_token_id": 7},
-        "dflash": {**block, "head_dim": 64},
-        "dspark": {**block, "markov_rank": 8, "sliding_window": 9},
-        "dflash2": {**block, "conv_group_size": 4, "selector_rank": 32, "causal": CausalLayers.all},
-        "medusa": {"num_layers": 2, "fc_bias": True},
-        "draft_model": {"num_hidden_layers": 2},
-    }
-    config = HEAD_CONFIGS[name](**settings.get(name, {}))
+    config = {each.name: each for _, each in EXPORTS.values()}.get(name) or HEAD_CONFIGS[name]()
+    if engine == "openvino" and isinstance(config, Eagle3Config | DflashConfig):
+        config = replace(config, capture_layers=[1, 2, 3])
     state = write(tmp_path / "head", engine, config, deep_target)
     if name in ("eagle3", "peagle"):  # engines count layers differently
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
