@@ -159,10 +159,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"rounds": ')
     write_sealed(tmp_path / "other.json", {"rounds": 3})
     (tmp_path / "empty").mkdir()
-    whole, not_one = (
-        write_report(tmp_path / "report.json", [8, 6]),
-        "must be a report.json of mtptrain acceptance, but is",
-    )
+    whole = write_report(tmp_path / "report.json", [8, 6])
+    not_one = "must be a report.json of mtptrain acceptance, but is"
     for paths, message in (
         ([tmp_path / "torn.json"], "torn.json: must be JSON, but is not"),
         ([tmp_path / "other.json"], f"other.json: {not_one} not one, or has an older"),
