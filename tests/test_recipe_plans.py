@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,6 @@ def test_both_engines_have_a_format_for_the_head_of_every_recipe() -> None:
         for engine in ("vllm", "sglang"):
             written = format_for(engine, config.head, target_config).config_json("bfloat16")
             assert written["hidden_size"] == target_config.hidden_size
-
-
-def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_layer() -> None:
-    """Tests why the table of served heads in docs/serving.md has *no* for `eagle3` on DeepSeek-V2 with SGLang."""
-    config, target_config = compose_recipe("deepseek_v2_lite_eagle3"), PUBLISHED_TARGETS["deepseek_v2_lite"].config()
-    head = replace(config.head, capture_layers=[1, 13, 24])  # type: ignore[call-arg]  # of eagle3
-    assert format_for("vllm", head, target_config)
-    with pytest.raises(ValueError, match=r"to export head eagle3 for sglang, but is \[1, 13, 24\]"):
-        format_for("sglang", head, target_config)
 
 
 @pytest.mark.parametrize(

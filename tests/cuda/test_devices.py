@@ -34,7 +34,6 @@ FIRST, SECOND = "cuda:0", "cuda:1"
 DEPTHS, NUM_ROUNDS, NEW_TOKENS = 3, 2, 24
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 LENGTHS = (300, 300, 40)
-CAPTURING = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
 
 
 def family_config(family: str, num_layers: int, **more: Any) -> PreTrainedConfig:
@@ -43,8 +42,6 @@ def family_config(family: str, num_layers: int, **more: Any) -> PreTrainedConfig
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     if "layer_types" in settings:
         more |= {"layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2)}
-    if model_type == "deepseek_v2":
-        more |= {"v_head_dim": 16}  # values are smaller than queries, as published
     return AutoConfig.for_model(model_type, **{**sizes, **heads, **settings, "num_hidden_layers": num_layers, **more})
 
 
@@ -66,10 +63,7 @@ def fake_target(config: PreTrainedConfig, num_devices: int = 1) -> Target:
 
 
 def fake_head(name: str, target: Target) -> Head:
-    settings: dict[str, Any] = {"capture_layers": [1, 2, 4]} if name in CAPTURING else {}
-    if name == "eagle3":
-        settings["draft_vocab_size"] = 64
-    head = build_head(HEADS[name].Config(**{"ttt_steps": DEPTHS, **settings}), target.config)
+    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), target.config)
     place(head, FIRST)
     return head.eval()
 

@@ -1,20 +1,193 @@
-"""Tests the page of a measurement: the order of its parts, its verdict, plots and example answers."""
+"""Tests the page of a measurement, its verdict, plots and example answers, and the comparison of several reports."""
 
 import json
 import re
-from dataclasses import replace
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from eval import compare
+from eval.acceptance import remove_generations
 from eval.examples import examples, pieces
 from eval.measurement import DecodedPrompt, Measured
-from eval.report_page import render_page, verdict
-from mtptrain.decoding.acceptance import has_loop
+from eval.plots import plots_of
+from eval.report_page import render_page, verdict, write_page
+from mtptrain.decoding.acceptance import has_loop, intervals, summarise
 from mtptrain.decoding.speculate import Generation
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import make_tokenizer
-from tests.eval.test_compare import write_report
+from tests.sealed import seal_again
+
+
+def figures(lengths: list[int]) -> dict[str, Any]:
+    generations = [Generation(list(range(20)), 10, 0, 30, [length, length // 2, 0]) for length in lengths]
+    resampled, pooled = intervals([[generation] for generation in generations]), vars(summarise(generations))
+    parts = {"without_loops": pooled, "by_prompt_tokens": {"0": pooled, "256": pooled}, "quality": None}
+    parts |= {"by_category": {"code <b>": pooled, "text": pooled}}
+    return {**pooled, **parts, "intervals": None if resampled is None else asdict(resampled)}
+
+
+MEASURED = {"device": "CPU", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
+MEASURED |= {"prompts_sha256": "00", "head_sha256": "cc"}
+DECODED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "sample_drafts": False}
+
+
+def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
+    speed = {"tokens_per_s": 50.0, "seconds": {"all": 4.0, "draft": 1.0, "verify": 2.0}}
+    settings = {"tree": "32 nodes, top 6", "batch_size": 8, "num_ranks": 1, **settings}
+    report = {
+        **figures(lengths),
+        **{"head_name": "mtp", "head": str(path.parent), "target": "demo", "target_weights_sha256": "aa"},
+        **{"baselines": {"prompt_lookup": figures([2, 2])}, "speed": {"head": speed, "prompt_lookup": speed}},
+        **MEASURED,
+        **DECODED,
+        **settings,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, report)
+    return path
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Returns a function that compares reports of run folders, and returns the page."""
+
+    def run(*paths: Path, out: str = "page.html") -> str:
+        monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths), "--out", str(tmp_path / out)])
+        compare.main()
+        return (tmp_path / out).read_text()
+
+    return run
+
+
+def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
+    tmp_path: Path,
+    comparison: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [
+        write_report(tmp_path / name / "acceptance/report.json", lengths)
+        for name, lengths in (("a", [8, 6]), ("b", [4, 4]))
+    ]
+    page, table = comparison(Path("a"), Path("b")), capsys.readouterr().out
+    assert re.search(r"a: head mtp .* 2\.050 .* 1\.90-2\.20 ", table) and re.search(r"b: head mtp .* 1\.600 ", table)
+    for name in ("a: head mtp", "a: prompt lookup", "b: head mtp", "b: prompt lookup"):
+        assert f"</span>{name}</td>" in page
+    assert page.count("<svg") == 3, "the charts must show positions, prompt tokens and categories"
+    assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
+    assert "<b>" not in page, "names must be shown as text, not markup"
+    for path, size in zip(paths, (1, 8), strict=True):
+        seal_again(path, batch_size=size)
+    page = comparison(*paths, out="new/page.html")
+    assert "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
+
+
+def test_runs_say_how_they_were_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(tmp_path / "seed_0/acceptance/report.json", [8, 6], train_tokens=12_345, train_seed=0)
+    write_report(tmp_path / "seed_1/acceptance/report.json", [4, 4], train_tokens=None)
+    compare.print_table(compare.read_reports([tmp_path / "seed_0", tmp_path / "seed_1"]))
+    first, _, second, _ = (line.split("│")[8:13] for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert [cell.strip() for cell in first] == ["0.000", "2", "50", "12,345", "0"]
+    assert [cell.strip() for cell in second] == ["0.000", "2", "50", "", ""]
+
+
+def page_of(directory: Path) -> str:
+    write_page(json.loads((directory / "report.json").read_text()), directory)
+    return (directory / "report.html").read_text()
+
+
+def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: Callable[..., str]) -> None:
+    report = write_report(tmp_path / "report.json", [8, 6])
+    pages = tmp_path / "page.html", tmp_path / "report.html"
+    for page in pages:
+        page.write_text("<title>My thesis</title>")
+    with pytest.raises(SystemExit):
+        comparison(report)
+    message = (
+        r"report\.html: must be a new file or an earlier output of this program, but \S+ is something else; move it "
+        r"away, or set acceptance\.output_dir"
+    )
+    with pytest.warns(UserWarning, match=message):
+        write_page(json.loads(report.read_text()), tmp_path)
+    assert [page.read_text() for page in pages] == ["<title>My thesis</title>"] * 2
+    for _ in range(2):  # an earlier page of ours is overwritten
+        comparison(report, out="other.html")
+
+
+def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
+    tmp_path: Path, user_warnings: list[warnings.WarningMessage]
+) -> None:
+    write_report(tmp_path / "report.json", [8, 6], by_category={"$x_{$ cost": figures([2, 2])})
+    assert "<!-- $x_{$ cost -->" in page_of(tmp_path)
+    drafters = {f"runs/losses/seed_{i}: temperature 1 sampled drafts": figures([8, 6]) for i in range(20)}
+    plots = plots_of(drafters)
+    heights = [float(height) for svg in plots.values() for height in re.findall(r'<rect .* height="([\d.]+)"', svg)]
+    assert len(heights) == len(plots) and min(heights) > 150 and not user_warnings, "the area within the axes"
+
+
+def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
+    """The measurement is already on disk and must not fail because of the page."""
+    path = write_report(tmp_path / "report.json", [8, 6], by_category={"\ud83d": figures([2, 2])})
+    message = rf"report\.html: must show the figures of {path}, but cannot be drawn \(.*\); read them in"
+    with pytest.warns(UserWarning, match=message):
+        write_page(json.loads(path.read_text()), tmp_path)
+
+
+def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:
+    names = ["generations.jsonl", "generations_mine.jsonl", "generations_temperature_notes.jsonl", "report.json"]
+    for name in (*names, "generations_tree.jsonl", "generations_temperature_0.7_sampled_drafts.jsonl"):
+        (tmp_path / name).touch()
+    remove_generations(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_report_of_another_measurement_is_refused(tmp_path: Path) -> None:
+    first = write_report(tmp_path / "a/report.json", [8, 6])
+    for setting in compare.MUST_BE_EQUAL:
+        other = write_report(tmp_path / "b/report.json", [8, 6], **{setting: "other"})
+        message = rf"b/report.json: {setting} must be .* as in .*a/report.json, but is 'other'; measure"
+        with pytest.raises(ValueError, match=message):
+            compare.read_reports([first, other])
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "torn.json").write_text('{"rounds": ')
+    write_sealed(tmp_path / "other.json", {"rounds": 3})
+    (tmp_path / "empty").mkdir()
+    whole = write_report(tmp_path / "report.json", [8, 6])
+    not_one = "must be a report.json of mtptrain acceptance, but is"
+    for paths, message in (
+        ([tmp_path / "torn.json"], "torn.json: must be JSON, but is not"),
+        ([tmp_path / "other.json"], f"other.json: {not_one} not one, or has an older"),
+        ([tmp_path / "none.json"], f"none.json: {not_one} not one"),
+        ([tmp_path / "empty"], "empty/acceptance/report.json: must exist, but does not; run mtptrain acceptance"),
+        ([whole, tmp_path], "each report must be given once, but this one is given twice"),
+    ):
+        with pytest.raises(UserError) as refused:
+            compare.read_reports(paths)
+        assert message in str(refused.value)
+
+
+def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [
+        write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))
+    ]
+    reports = compare.read_reports([path.parent for path in paths])  # as acceptance.output_dir leaves them
+    page = render_page(reports)
+    assert '2.200 <span class="quiet">one source</span>' in page
+    assert '2.050 <span class="quiet">1.90-2.20</span>' in page
+    compare.print_table(reports)
+    assert "one source" in capsys.readouterr().out
 
 
 def measured(answers: dict[str, Generation]) -> Measured:
@@ -82,7 +255,7 @@ def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_pa
     assert 'name="viewport"' in page
 
 
-def figures(per_step: float, interval: list[float] | None, per_s: float = 1.0, run: str = "run") -> dict[str, object]:
+def speed_of(per_step: float, interval: list[float] | None, per_s: float = 1.0, run: str = "run") -> dict[str, object]:
     is_plain = per_step == 1.0
     return {
         **{"run": run, "drafter": "none" if is_plain else "head", "drafted": 0 if is_plain else 9},
@@ -92,13 +265,13 @@ def figures(per_step: float, interval: list[float] | None, per_s: float = 1.0, r
 
 
 def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain() -> None:
-    high, plain = [2.4, 2.6], figures(1.0, [1.0, 1.0], 4.0)
+    high, plain = [2.4, 2.6], speed_of(1.0, [1.0, 1.0], 4.0)
     for low, certainty in (([1.9, 2.1], "; their 95 % intervals do not overlap."), ([1.9, 2.5], " overlap.")):
-        drafters = {"a": figures(2.0, low), "b": figures(2.5, high, 6.0), "no drafts": plain}
+        drafters = {"a": speed_of(2.0, low), "b": speed_of(2.5, high, 6.0), "no drafts": plain}
         first, speed = verdict(drafters, has_speed=True)
         assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
         assert first.endswith(certainty)
         assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
-    others = {"other: no drafts": figures(1.0, [1.0, 1.0], 3.0, run="other")}
+    others = {"other: no drafts": speed_of(1.0, [1.0, 1.0], 3.0, run="other")}
     assert verdict({**others, **drafters}, has_speed=True)[1] == speed, "plain decoding must be that of the same run"
-    assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
+    assert verdict({"a": speed_of(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
