@@ -59,18 +59,13 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     assert intervals([generations]) is None, "one source would give an interval without a width"
 
 
-BATCHES: list[tuple[int, int | None, list[list[int]]]] = [
-    (2, None, [[1, 3], [0, 4], [2]]),
-    (2, 1000, [[1, 3], [0, 4], [2]]),
-    (8, 60, [[1, 3, 0], [4], [2]]),  # three prompts padded to 10 tokens, with 10 new tokens each
-    (8, 59, [[1, 3], [0], [4], [2]]),  # two prompts padded to 20 tokens, with 10 new tokens each, exceed 59
-    (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
-]
-
-
 def test_batches_respect_the_bounds_on_prompts_and_tokens() -> None:
-    for batch_size, batch_tokens, batches in BATCHES:
-        assert token_batches([], 10, batch_size, batch_tokens) == []
+    for batch_size, batch_tokens, batches in (
+        (2, None, [[1, 3], [0, 4], [2]]),
+        (8, 60, [[1, 3, 0], [4], [2]]),  # three prompts padded to 10 tokens, with 10 new tokens each
+        (8, 59, [[1, 3], [0], [4], [2]]),  # two prompts padded to 20 tokens, with 10 new tokens each, exceed 59
+        (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
+    ):
         assert token_batches([10, 5, 50, 8, 20], 10, batch_size, batch_tokens) == batches
 
 

@@ -19,25 +19,19 @@ from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import draw_norms
 
 
-def drawn(scale: float, shift: float, num_drafts: int = 20_000) -> torch.Tensor:
-    """Drafts whose acceptance has the logit scale * z + shift, where their confidence has z."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_drafts, generator=generator, dtype=torch.float64) * 2
-    chance = (scale * logits + shift).sigmoid()
-    accepted = torch.rand(num_drafts, generator=generator, dtype=torch.float64) < chance
-    return torch.stack([logits.sigmoid(), accepted.double()], 1)
-
-
 def test_the_numbers_by_which_drafts_were_accepted_are_found() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, generator=generator, dtype=torch.float64) * 2
     for scale, shift in ((1.0, 0.0), (0.5, -1.0), (2.0, 0.7)):
-        calibration = fit(drawn(scale, shift))
+        accepted = torch.bernoulli((scale * logits + shift).sigmoid(), generator=generator)
+        calibration = fit(torch.stack([logits.sigmoid(), accepted], 1))
         assert (calibration.confidence_scale, calibration.confidence_shift) == pytest.approx((scale, shift), abs=0.08)
         assert calibration.confidence_error < 0.02
         assert scale == 1 or calibration.confidence_error < calibration.confidence_error_before / 4
     # Drafts of which fp32 is certain do not bend the fit.
-    logits = torch.cat([drawn(1.0, 0.0, 5000)[:, 0].logit(), torch.full((5000,), 18.0).double()])
-    accepted = torch.rand(10_000, generator=torch.Generator().manual_seed(1)).double() < (0.2 * logits).sigmoid()
-    calibration = fit(torch.stack([logits.float().sigmoid().double(), accepted.double()], 1))
+    logits = torch.cat([logits[:5000], torch.full((5000,), 18.0).double()])
+    accepted = torch.bernoulli((0.2 * logits).sigmoid(), generator=generator)
+    calibration = fit(torch.stack([logits.float().sigmoid().double(), accepted], 1))
     assert (calibration.confidence_scale, calibration.confidence_shift) == pytest.approx((0.2, 0.0), abs=0.08)
 
 

@@ -5,30 +5,24 @@ import torch
 
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
-from mtptrain.heads.files import build_head
-from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
+from tests.mtptrain.decoding.drafting import decode, random_head
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-NEW_TOKENS, DRAFTS = 24, 3
+DRAFTS = 3
 
 
 @pytest.fixture(scope="module")
 def head(target: Target) -> Head:
-    torch.manual_seed(0)
-    return build_head(MtpHead.Config(), target.config).eval().requires_grad_(False)
+    return random_head(target).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
 def ours(target: Target, head: Head) -> list[Generation]:
-    drafter = HeadDrafter(head, target.parts, DRAFTS)
-    return speculate(
-        target, drafter, PROMPTS, num_speculative_tokens=DRAFTS, max_new_tokens=NEW_TOKENS, sampler=Sampler()
-    )
+    return decode(target, HeadDrafter(head, target.parts, DRAFTS), PROMPTS)
 
 
 def rejected_rounds(generation: Generation) -> list[int]:
@@ -37,18 +31,13 @@ def rejected_rounds(generation: Generation) -> list[int]:
     return [0] * generation.rounds
 
 
-def test_equal_sides_do_not_diverge(target: Target, head: Head, ours: list[Generation]) -> None:
-    tokens = [generation.tokens for generation in ours]
-    assert first_answer_divergence(target, PROMPTS, tokens, tokens) is None
-    assert first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, [rejected_rounds(g) for g in ours]) is None
-
-
 def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logits(
     target: Target, ours: list[Generation]
 ) -> None:
     tokens = [generation.tokens for generation in ours]
+    assert first_answer_divergence(target, PROMPTS, tokens, tokens) is None
     other = (tokens[1][5] + 1) % 256
-    theirs = [tokens[0], [*tokens[1][:5], other, *tokens[1][6:]], [0] * NEW_TOKENS]
+    theirs = [tokens[0], [*tokens[1][:5], other, *tokens[1][6:]], [0] * 24]
     found = first_answer_divergence(target, PROMPTS, tokens, theirs)
     assert found is not None
     assert (found.what, found.prompt, found.position, found.ours, found.theirs) == ("answer", 1, 5, tokens[1][5], other)
@@ -65,22 +54,25 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
     target: Target, head: Head, ours: list[Generation]
 ) -> None:
     theirs = [rejected_rounds(generation) for generation in ours]
+    assert first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, theirs) is None
     theirs[2] = [0, 0, 2, *theirs[2][5:]]  # the engine accepted two drafts in the third round
     found = first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, theirs)
     assert found is not None
     assert (found.what, found.prompt, found.position) == ("draft", 2, 3)
     assert found.theirs == ours[2].tokens[3]
 
-    read = torch.tensor([PROMPTS[2] + ours[2].tokens[:3]])
-    positions = torch.arange(read.shape[1] - 1)[None]
-    states = target.forward(read[:, :-1], positions, PositionCache(read.shape[1])).postnorm_states
-    drafted, _ = head.decode(states, target.parts.embed(read[:, 1:]), positions, PositionCache(read.shape[1]))
-    logits = head.logits(drafted[0, -1], target.parts)
+    text = [*PROMPTS[2], *ours[2].tokens[:3]]
+    logits = logits_after(target, head, text)
     assert found.ours == logits.argmax()
-    assert (
-        found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4)
-        and found.logit_gap > 0
-    )
+    assert found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4)
+
+
+def logits_after(target: Target, head: Head, text: list[int]) -> torch.Tensor:
+    """Returns the head's logits for the draft after a text."""
+    read, positions, size = torch.tensor([text]), torch.arange(len(text) - 1)[None], len(text)
+    states = target.forward(read[:, :-1], positions, PositionCache(size)).postnorm_states
+    drafted, _ = head.decode(states, target.parts.embed(read[:, 1:]), positions, PositionCache(size))
+    return head.logits(drafted[0, -1], target.parts)
 
 
 def test_only_a_small_gap_between_logits_is_rounding() -> None:

@@ -1,7 +1,6 @@
 """Tests which prompts acceptance is measured on."""
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +28,6 @@ from tests.sealed import seal_prompts
 SIZES = {"num_prompts": 10, "prompt_tokens": 64, "max_new_tokens": 32, "context_tokens": 128}
 
 
-def test_a_conversation_is_cut_before_its_first_answer_and_a_text_after_the_prompt_length() -> None:
-    masks = [1] * 100, [1] * 50, [0] * 12 + [1] * 18, [0] * 290 + [1] * 10  # the second is too short, the last too long
-    documents = Documents.from_list([(i, list(range(len(mask))), mask) for i, mask in enumerate(masks)])
-    prompts = held_out_prompts(documents, **SIZES)
-    assert {name: len(prompt) for name, prompt in prompts.items()} == {"0": 64, "2": 12}
-
-
 def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]], asks_names: bool = False) -> Path:
     """Writes a held-out split from (name, window, turn, loss mask)."""
     directory.mkdir(exist_ok=True)
@@ -61,14 +53,13 @@ def test_a_conversation_gives_the_prompt_of_its_first_answer_and_every_window_of
 ) -> None:
     turns = ((0, [0] * 40 + [1] * 10), (4, [0] * 25 + [1] * 10), (2, [0] * 10 + [1] * 10))
     rewritten = [("rewritten", 0, turn, mask) for turn, mask in turns]
-    prompts_dir = write_held_out(tmp_path, *rewritten, ("one", 0, 0, [0] * 12 + [1] * 18), CHOOSING)
+    others = ("one", 0, 0, [0] * 12 + [1] * 18), ("too long", 0, 0, [0] * 290 + [1] * 10), LATE, CHOOSING
+    prompts_dir = write_held_out(tmp_path / "chats", *rewritten, *others)
     prompts = held_out_prompts(held_out_documents(prompts_dir, HeldOut.reporting), **SIZES)
     assert {name: (prompt[0], len(prompt)) for name, prompt in prompts.items()} == {"2": (200, 10), "3": (300, 12)}
-    windows = ([0] * 90 + [1] * 10, [0] * 20 + [1] * 80, [1] * 100)
-    cut = write_held_out(tmp_path / "cut", *(("cut", i, 0, mask) for i, mask in enumerate(windows)), LATE, CHOOSING)
-    assert held_out_documents(cut, HeldOut.reporting).document_ids.tolist() == [0]
-    text = write_held_out(tmp_path / "text", ("a", 0, 0, [1] * 100), ("a", 1, 0, [1] * 100))
-    assert held_out_documents(text, HeldOut.reporting).document_ids.tolist() == [0, 1]
+    text = write_held_out(tmp_path / "text", *(("a", i, 0, [1] * length) for i, length in enumerate((100, 50, 100))))
+    prompts = held_out_prompts(held_out_documents(text, HeldOut.reporting), **SIZES)  # the second is too short
+    assert {name: (prompt[0], len(prompt)) for name, prompt in prompts.items()} == {"0": (0, 64), "2": (200, 64)}
 
 
 def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Path) -> None:
@@ -89,19 +80,15 @@ def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
     """Copies of a question must not count twice, nor be used both to choose the best head and in the report."""
     names = [f"question {i % 40}" for i in range(400)]
     write_held_out(tmp_path, *((name, 0, 0, [0] * 10 + [1] * 10) for name in names), asks_names=True)
-    choosing, reporting = (held_out_documents(tmp_path, part).document_ids.tolist() for part in HeldOut)
-    assert choosing and reporting
-    assert sorted(names[i] for i in (*choosing, *reporting)) == sorted(set(names))
+    found = [i for part in HeldOut for i in held_out_documents(tmp_path, part).document_ids]
+    assert sorted(names[i] for i in found) == sorted(set(names))
 
 
 def test_held_out_documents_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     two = write_held_out(tmp_path / "two", ("a", 0, 0, [1] * 10), ("b", 0, 0, [1] * 10))
     assert [len(held_out_documents(two, part)) for part in (HeldOut.choosing, HeldOut.reporting)] == [1, 1]
     one = write_held_out(tmp_path / "one", ("a", 0, 0, [1] * 10))
-    assert len(held_out_documents(one, HeldOut.reporting)) == 1
-    with pytest.raises(
-        UserError, match=r"prompts\.validation_fraction: must hold out at least 2 files .* holds out 1;"
-    ):
+    with pytest.raises(UserError, match=r"prompts\.validation_fraction: must hold out at least 2 files .* out 1;"):
         held_out_documents(one, HeldOut.choosing)
     late = write_held_out(tmp_path / "late", LATE, ("another", 2, 0, [0, 1]), CHOOSING)
     message = r"prompts\.max_document_tokens: the first window of .* must hold its first answer, but none of the 2 does"
@@ -152,11 +139,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         tmp_path,
         {"id": "turns", "turns": ["Trained  ON?", "more"]},
         {"id": "messages", "messages": [BRIEF, *asked("trained on?")]},
-        {"id": "JSON", "messages": json.dumps(asked("trained on?"))},
-        {"id": "ShareGPT", "messages": [{"from": "human", "value": "trained on?"}]},
-        {"id": "part", "messages": [{"role": "user", "content": [{"type": "text", "text": "trained on?"}]}]},
         {"id": "held out", "turns": ["held out?"]},
-        {"id": "new", "turns": ["new?"]},
         {"id": "text", "text": "trained on?"},
     ).questions
     warn_of_trained_questions(questions, tmp_path)  # must not warn, because stage 1 has not run
@@ -170,7 +153,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         second_rank.setenv("RANK", "1")
         warn_of_trained_questions(questions, tmp_path)
     assert not user_warnings
-    counted = r"5 of 7 are \(ids turns, messages, JSON, ShareGPT, part\); their accept"
+    counted = r"2 of 3 are \(ids turns, messages\); their accept"
     with pytest.warns(UserWarning, match=rf"first turns should not be .*, but {counted}"):
         warn_of_trained_questions(questions, tmp_path)
 
@@ -179,18 +162,15 @@ BAD_FILES = [
     ("", r"must hold at least one prompt, but is empty; add lines with `id` and `text`"),
     ('{"id": 1, "text": "a"}\n{oops', r":2: must be JSON, but is not \("),
     ('{"id": 1}', r":1: .* must have `id` and exactly one of `input_ids`, `text`, `messages`, .* but has \['id'\]"),
-    ("[1]", r":1: a line must have `id` .* but has list"),
-    ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
     ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
     ('{"id": [1], "text": "a"}', r":1: id must be a string or an integer, but is \[1\]; correct it"),
     ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
     ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
     ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
     ('{"id": 1, "turns": ["\\ud83d"]}', r":1: texts must be valid Unicode, .*\\ud83d.*; correct"),
-    ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be UTF-8, but is not \('utf-8' codec"),
     (
         '{"id": 1, "text": "hi", "image": "a.png"}',
-        "read as a whole, but cannot be: column image, which may .*; correct",
+        "read as a whole, but cannot be: column image, which may ",
     ),
     ('{"id": 1, "turns": ["hi"], "system": "x"}', "cannot be: column system, which only a line"),
 ]
@@ -202,13 +182,8 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path) -> None:
         path.write_text(content, encoding="latin-1")
         with pytest.raises(UserError, match=f"^{path}.*{message}"):
             read_prompts_file(path, make_tokenizer(), 260)
-    os.truncate(path, 2**30 + 1)
-    with pytest.raises(UserError, match=rf"^{path}: must have at most 1,073,741,824 bytes, but has 1,073,741,825; "):
-        read_prompts_file(path, make_tokenizer(), 260)
-    for other, does in (("/", "is not a"), ("/dev/null", "is not a"), ("/none", "does not exist")):
-        message = rf"^acceptance\.prompts_file: must be a jsonl file, but {other} {does}.*; cor"
-        with pytest.raises(UserError, match=message):
-            read_prompts_file(Path(other), make_tokenizer(), 260)
+    with pytest.raises(UserError, match=r"^acceptance\.prompts_file: must be a jsonl file, but / is not a file; cor"):
+        read_prompts_file(Path("/"), make_tokenizer(), 260)
 
 
 def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_data(
