@@ -1,11 +1,9 @@
 """Tests that training resumes after a kill or a signal with bit-identical losses, and from which checkpoint."""
 
 import json
-import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mtptrain.training.checkpoint import MARKER, STATE, describe_newest
@@ -29,31 +27,20 @@ ONE_RANK = (*PLAIN_STEPS, "deepspeed=zero0")
 """With these settings, a run on one rank is that of the fixture `reference`."""
 
 
-def kill_after(run: Run, num_records: int, *settings: str, num_ranks: int = 1) -> None:
-    """Trains, and kills all ranks at once after so many steps."""
-    program = start_program("train", *run[1], *settings, num_ranks=num_ranks)
-    wait_for_records(program, run, num_records)
-    program.kill()
-
-
-def stop(run: Run, number: signal.Signals, *settings: str, num_ranks: int = 1) -> int:
-    """Stops a run by a signal to its last rank, and checks that it saves its step. Returns the step."""
-    program = start_program("train", *run[1], *settings, num_ranks=num_ranks)
-    wait_for_records(program, run, 2)
-    program.signal(number, rank=num_ranks - 1)
-    result, saved = program.result(), len(records(run[0]))
-    assert [process.exitcode for process in program.processes] == [75] * num_ranks, result.stderr[-3000:]
-    assert f"step {saved}: {number.name}, checkpoint saved" in result.stdout
-    assert (run[0] / f"train/checkpoints/step_{saved:08d}/{MARKER}").is_file()
-    return saved
-
-
 @pytest.fixture(scope="module")
 def interrupted(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Returns a run that a signal stopped, and that was killed after it went on, a step after its newest checkpoint."""
     run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1])), tmp_path_factory.mktemp("interrupted"))
-    saved = stop(run, signal.SIGTERM, *ONE_RANK)
-    kill_after(run, saved + 3, *ONE_RANK, "train.save_every=2")
+    program = start_program("train", *run[1], *ONE_RANK)
+    wait_for_records(program, run, 2)
+    program.signal(signal.SIGTERM)
+    result, saved = program.result(), len(records(run[0]))
+    assert result.returncode == 75, result.stderr[-3000:]
+    assert f"step {saved}: SIGTERM, checkpoint saved" in result.stdout
+    assert (run[0] / f"train/checkpoints/step_{saved:08d}/{MARKER}").is_file()
+    program = start_program("train", *run[1], *ONE_RANK, "train.save_every=2")
+    wait_for_records(program, run, saved + 3)
+    program.kill()
     assert saved + 3 <= len(records(run[0])) < 12
     return run
 
@@ -91,34 +78,17 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks_and_another_zero_stag
 
 
 @pytest.mark.slow
-def test_two_ranks_of_which_one_gets_a_signal_and_then_both_are_killed_resume_with_bit_identical_losses(
-    fresh_run: Run, tmp_path: Path
-) -> None:
-    settings, undisturbed = (*PLAIN_STEPS, "deepspeed=zero1", FP32), copy_of(fresh_run, tmp_path / "undisturbed")
-    expected = train(undisturbed, *settings, num_ranks=2)
-    saved = stop(fresh_run, signal.SIGUSR1, *settings, num_ranks=2)
-    kill_after(fresh_run, saved + 3, *settings, "train.save_every=2", num_ranks=2)
-    assert figures(train(fresh_run, *settings, num_ranks=2)) == figures(expected)
-    assert head_bytes(fresh_run) == head_bytes(undisturbed)
-
-
-@pytest.mark.slow
 def test_ctrl_c_ends_with_a_line_that_says_what_is_kept(fresh_run: Run) -> None:
     checkpoints = fresh_run[0] / "train/checkpoints"
-    assert describe_newest(checkpoints) == (
-        f"no checkpoint was saved in {checkpoints} yet, so the same command starts over; train.save_every sets how "
-        "often to save one"
+    assert f"no checkpoint was saved in {checkpoints} yet, so the same command starts over" in describe_newest(
+        checkpoints
     )
     program = start_program("train", *fresh_run[1], *ONE_RANK, "train.save_every=1")
     wait_for_records(program, fresh_run, 3)
     program.signal(signal.SIGINT)
     result = program.result()
     assert result.returncode == 130 and "Traceback" not in result.stderr
-    newest = max(checkpoints.glob("step_*"))
-    assert result.stderr.endswith(
-        f"\nstopped by Ctrl-C; the newest checkpoint, of step {int(newest.name[-8:])}, is kept in {newest}; the same "
-        "command continues from it, unless it sets train.resume=never\n"
-    )
+    assert f"\nstopped by Ctrl-C; {describe_newest(checkpoints)}\n" in result.stderr
 
 
 @pytest.mark.slow
@@ -131,7 +101,7 @@ def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(reference: Ref
 
 
 def test_a_run_resumes_only_with_the_settings_of_the_checkpoint_that_it_loads(
-    reference: Reference, tmp_path: Path
+    reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy_of(reference.run, tmp_path)
     older, newest = (run[0] / f"train/checkpoints/step_{step:08d}" for step in (8, 12))
@@ -153,13 +123,7 @@ def test_a_run_resumes_only_with_the_settings_of_the_checkpoint_that_it_loads(
     seal_again(older / MARKER, seed=7)
     assert "step_00000008: seed must be 7, but is 0; restore these settings to resume from this" in refused(run)
     assert (older / MARKER).is_file() and (run[0] / "train/stage.json").read_text() == settings
-
-
-def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(
-    reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy_of(reference.run, tmp_path)
-    (run[0] / "train/checkpoints").rename(tmp_path / "elsewhere")
+    older.parent.rename(tmp_path / "elsewhere")
     refused(run, "train.micro_batches_per_step=5000")  # which is found out later
     assert f"WARNING {run[0]}/train/last: must have a checkpoint beside it" in capsys.readouterr().out
 
@@ -183,40 +147,6 @@ def test_bad_settings_are_refused_before_training(tiny_run: Run) -> None:
 
 def test_a_flipped_bit_that_decides_the_steps_is_named_before_training_begins(fresh_run: Run) -> None:
     flip_bit(fresh_run[0] / "hidden_states/shard_00001.safetensors", -1)  # in the loss mask
-    result = run_program("train", *fresh_run[1], "head.zero_first_embedding=true")
-    assert result.returncode != 0
-    assert "shard_00001.safetensors: the checksum of header, tables and loss mask of shard 1 must be" in result.stderr
-    assert not (fresh_run[0] / "train").exists()
-    warning = "can be trained and measured, but not exported: head.zero_first_embedding: must be"
-    assert warning in result.stderr, "a head that could not be exported must be warned of before training"
-
-
-def flip_states(shard: Path) -> None:
-    """Flip a bit in every byte of the last layer's states, so that any document a step reads is damaged."""
-    content = bytearray(shard.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    begin, end = json.loads(content[8 : 8 + header])["hidden_states"]["data_offsets"]
-    states = np.frombuffer(content, np.uint8)[8 + header + begin : 8 + header + end]
-    states ^= 1
-    shard.write_bytes(content)
-
-
-@pytest.mark.slow
-def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_with_the_shard_computed_again(
-    fresh_run: Run,
-) -> None:
-    run_dir, overrides = fresh_run
-    shards = sorted((run_dir / "hidden_states").glob("shard_*.safetensors"))
-    manifest = (run_dir / "hidden_states/manifest.json").read_bytes()
-    for shard in shards:
-        flip_states(shard)
-    result = run_program("train", *overrides, "train.max_steps=2", num_ranks=2)
-    assert result.returncode != 0
-    message = r"shard_\d+.safetensors: the checksum of the document with id \d+ must be .*delete the shard's file"
-    assert re.search(message, result.stderr)
-    assert records(run_dir) == [] and not list((run_dir / "train/checkpoints").glob("step_*"))
-    for shard in shards:
-        shard.unlink()
-    assert run_program("hidden-states", *overrides).returncode == 0
-    assert (run_dir / "hidden_states/manifest.json").read_bytes() == manifest
-    assert len(train(fresh_run, "train.max_steps=2")) == 2
+    with pytest.warns(UserWarning, match="can be trained and measured, but not exported: head.zero_first_embedding"):
+        found = refused(fresh_run, "head.zero_first_embedding=true")
+    assert "shard_00001.safetensors: the checksum of header, tables and loss mask of shard 1 must be" in found

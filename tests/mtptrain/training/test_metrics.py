@@ -5,6 +5,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,11 +97,8 @@ def test_wandb_gets_one_curve_for_each_depth_and_the_report(tmp_path: Path) -> N
 def test_a_wandb_that_cannot_start_stops_training_at_once_and_leaves_a_finished_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(**settings: object) -> None:
-        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
-
     config = make_config(f"run_dir={tmp_path}")
-    monkeypatch.setattr(wandb, "init", fail)
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.UsageError("No API key configured.\nUse `x`.")))
     monkeypatch.setenv("WANDB_MODE", "online")
     message = r"train\.tracker: wandb must start with WANDB_MODE=online, but reports: UsageError: No API key .*; mend"
     with pytest.raises(ValueError, match=message):

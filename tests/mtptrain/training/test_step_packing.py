@@ -1,6 +1,5 @@
 """Which documents a step packs: every one at most once, within the budget, and no step much smaller than the others."""
 
-import math
 from itertools import chain
 
 import numpy as np
@@ -37,16 +36,17 @@ def test_the_micro_batches_of_a_step_cost_about_the_same_and_longer_documents_ar
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 2000)
     costs = np.where(rng.random(2000) < 0.1, 20.0, 1.0) * rng.random(2000)
-    steps, of_next_epoch = (pack(lengths, 8, epoch, costs, batch_tokens=256) for epoch in (0, 1))
-    assert steps != of_next_epoch
+    steps = pack(lengths, 8, 0, costs, batch_tokens=256)
+    assert steps != pack(lengths, 8, 1, costs, batch_tokens=256), "each epoch has another order"
+    before, after = list[float](), list[float]()
     for step in steps:
         balanced = balance(step, lengths, costs, 256)
-        assert sorted(i for indices in balanced for i in indices) == sorted(i for indices in step for i in indices)
+        assert sorted(chain(*balanced)) == sorted(chain(*step))
         assert all(lengths[indices].sum() <= 256 for indices in balanced)
-        spent = [costs[indices].sum() for indices in balanced]
-        assert max(spent) < 1.1 * np.mean(spent)
-    unbalanced = [[costs[indices].sum() for indices in step] for step in steps]
-    assert max(max(spent) / np.mean(spent) for spent in unbalanced) > 1.5
+        for parts, ratios in ((step, before), (balanced, after)):
+            spent = [costs[part].sum() for part in parts]
+            ratios.append(max(spent) / np.mean(spent))
+    assert max(before) > 1.5 and max(after) < 1.1
     message = r"train\.batch_tokens: must be at least the 70 tokens of the longest document, but is 64; raise it"
     with pytest.raises(ValueError, match=message):
         pack(np.array([3, 70]))
@@ -90,15 +90,11 @@ def fill_of(steps: list[Step], lengths: np.ndarray) -> np.ndarray:
 
 def test_no_step_is_much_smaller_than_the_others_with_long_documents_or_at_the_end() -> None:
     """If a step ended at the first document that does not fit, steps would be 0.6 full on average, the emptiest 0.2."""
-    for share_long in (0.02, 0.1, 0.2, 0.5):
+    for share_long in (0.02, 0.2):
         lengths = lengths_of(share_long, num_steps=60)
         steps = pack_long(lengths)
         fill = fill_of(steps, lengths)
-        if share_long < 0.5:
-            assert len(steps) <= 62 and fill.mean() > 0.97 and fill.min() > 0.9
-        else:  # long documents need a micro-batch each
-            assert len(steps) == math.ceil(np.count_nonzero(lengths > BATCH_TOKENS // 2) / MICRO_BATCHES)
-            assert fill.min() > 0.6
+        assert len(steps) <= 62 and fill.mean() > 0.97 and fill.min() > 0.9
     for num_steps in (1.2, 2.5, 10.2):
         lengths = np.random.default_rng(0).integers(16, 4000, 10_000)
         lengths = lengths[: np.searchsorted(lengths.cumsum(), num_steps * MICRO_BATCHES * BATCH_TOKENS)]
@@ -137,4 +133,3 @@ def test_every_draft_position_is_drawn_equally_often_and_each_epoch_draws_others
     assert (times - 600).abs().max() < 100, "600 each on average, with a standard deviation of 20"
     assert Anchors(3, (0, 5)).draw(7, 10).tolist() == draws[5]
     assert len({tuple(Anchors(3, (0, 5)).draw(document, 10)) for document in range(20)}) > 10
-    assert len({tuple(Anchors(3, (seed, 5)).draw(7, 10)) for seed in range(20)}) > 10
