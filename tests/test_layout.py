@@ -127,12 +127,6 @@ def test_no_import_of_mtptrain_runs_upward_or_in_a_circle() -> None:
     TopologicalSorter({name: imported & graph.keys() for name, imported in graph.items()}).prepare()
 
 
-def test_the_top_of_mtptrain_has_the_config_the_run_three_programs_and_folders() -> None:
-    files = {path.name for path in (ROOT / "mtptrain").glob("*.py")}
-    programs = {"train.py", "export.py", "all_stages.py"}
-    assert files == {"__init__.py", "__main__.py", "config.py", "stage_dir.py", "run.py"} | programs
-
-
 def test_no_room_has_more_lines_than_its_ceiling() -> None:
     """A room is a folder of `mtptrain/`, the modules beside them, or another package."""
     lines: Counter[str] = Counter()

@@ -2,14 +2,15 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import Run, make_config, make_target, run_program
+from tests.conftest import TINY_SETTINGS, Run, make_config, make_target, run_program, write_text_files
+from tests.families import EXACT, IMAGE_MODELS, write_image_model, write_member
+from tests.mtptrain.train.runs import copy_of
 
 
 def succeed(program: str, *overrides: str, **settings: Any) -> str:
@@ -32,21 +33,16 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.fixture(scope="module")
 def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Returns a run with all five stages finished. The output of stages 3 to 5 is in its parent folder."""
-    directory = tmp_path_factory.mktemp("pipeline")
-    shutil.copytree(tiny_run[0], directory / "run")
-    overrides = (f"run_dir={directory}/run", *tiny_run[1])
+    run_dir, overrides = run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1])), tmp_path_factory.mktemp("pipeline"))
     for module in ("train", "acceptance", "export"):
-        (directory / f"{module}.out").write_text(succeed(module, *overrides))
-    return directory / "run", overrides
-
-
-def test_every_stage_leaves_its_config_and_provenance(finished: Run) -> None:
-    for stage in ("prompts", "hidden_states", "train", "acceptance", "export/vllm"):
-        stored = json.loads((finished[0] / stage / "stage.json").read_text())
-        assert "recipe=quickstart" in stored["argv"] and stored["settings"]["prompts"]["max_document_tokens"] == 128
+        (run_dir.parent / f"{module}.out").write_text(succeed(module, *overrides))
+    return run
 
 
 def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_its_counts(finished: Run) -> None:
+    for stage in ("prompts", "hidden_states", "train", "acceptance", "export/vllm"):
+        stored = json.loads((finished[0] / stage / "stage.json").read_text())
+        assert "recipe=quickstart" in stored["argv"] and stored["settings"]["prompts"]["max_document_tokens"] == 128
     report, output = report_of(finished[0] / "acceptance"), (finished[0].parent / "acceptance.out").read_text()
     assert report["num_speculative_tokens"] == 3 and report["prompts"] == 8 and report["temperature"] == 0.0
     generations = [json.loads(line) for line in (finished[0] / "acceptance/generations.jsonl").read_text().splitlines()]
@@ -78,18 +74,6 @@ def without_times(directory: Path) -> dict[str, object]:
 CODE = [{"id": f"p{i}", "text": f"def read_file_{i}():\n    open_line = ", "category": "ab"[i % 2]} for i in range(6)]
 
 
-def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: Run, tmp_path: Path) -> None:
-    settings = ("acceptance.temperature=0.7", "acceptance.num_speculative_tokens=5", "acceptance.dtype=bfloat16")
-    settings += (write_rows(tmp_path / "prompts.jsonl", CODE), f"acceptance.output_dir={tmp_path}/out")
-    before, reports = (finished[0] / "acceptance/report.json").read_bytes(), []
-    for _ in range(2):
-        succeed("acceptance", *finished[1], *settings)
-        reports.append(without_times(tmp_path / "out"))
-    assert reports[0] == reports[1], "the same seed must give the same figures"
-    assert reports[0]["prompts"] == 6 and reports[0]["temperature"] == 0.7 and reports[0]["dtype"] == "bfloat16"
-    assert (finished[0] / "acceptance/report.json").read_bytes() == before
-
-
 def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(finished: Run, tmp_path: Path) -> None:
     target = next(setting.partition("=")[2] for setting in finished[1] if setting.startswith("target.path="))
     names, out = ["none", "prompt_lookup", "model", "tree", "hybrid"], tmp_path / "measured"
@@ -112,8 +96,6 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     assert answers == [answers[0]] * 6
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
     assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
-    page = (out / "report.html").read_text()
-    assert page.count("<svg") == 2 and "</span>prompt lookup</td>" in page
 
 
 def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_path: Path) -> None:
@@ -148,37 +130,23 @@ def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: P
     assert two["overlap_at"] == pytest.approx(one["overlap_at"], abs=1e-5)
 
 
-def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path: Path) -> None:
+def test_the_head_is_measured_at_other_temperatures_and_with_other_prompts_and_drafts(
+    finished: Run, tmp_path: Path
+) -> None:
     settings = ("acceptance.temperatures=[0.7,1]", "acceptance.top_p=0.9", "acceptance.baselines=[]")
-    printed = succeed("acceptance", *finished[1], *settings, f"acceptance.output_dir={tmp_path}")
-    report, plain = report_of(tmp_path), report_of(finished[0] / "acceptance")
-    assert report["top_p"] == 0.9
-    assert report["acceptance_length"] == plain["acceptance_length"], "top-p must not change greedy answers"
+    settings += (write_rows(tmp_path / "prompts.jsonl", CODE), "acceptance.num_speculative_tokens=5")
+    before, reports = (finished[0] / "acceptance/report.json").read_bytes(), []
+    for _ in range(2):
+        printed = succeed("acceptance", *finished[1], *settings, f"acceptance.output_dir={tmp_path}/out")
+        reports.append(without_times(tmp_path / "out"))
+    assert reports[0] == reports[1], "the same seed must give the same figures"
+    assert (finished[0] / "acceptance/report.json").read_bytes() == before
+    report = report_of(tmp_path / "out")
+    assert report["top_p"] == 0.9 and report["prompts"] == 6 and report["num_speculative_tokens"] == 5
     names = [f"temperature_{value}{drafts}" for value in ("0.7", "1") for drafts in ("", "_sampled_drafts")]
-    assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 8 for name in names)
+    assert list(report["baselines"]) == names and all(report["baselines"][name]["prompts"] == 6 for name in names)
     assert [report["baselines"][name]["quality"]["temperature"] for name in names] == [0.7, 0.7, 1.0, 1.0]
     assert "temperature 0.7 sampled drafts" in printed
-    assert "</span>temperature 1</td>" in (tmp_path / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
-    """Follows the header of recipe `quickstart_continual`: measures the served head, trains it on the traffic, and
-    measures it again."""
-    said = [[("user", f"read {i}"), ("assistant", f"def read_file_{i}(): open_line")] for i in range(30)]
-    chats = [[{"role": role, "content": text} for role, text in turns] for turns in said]
-    write_rows(tmp_path / "traffic.jsonl", [{"id": f"c{i}", "messages": chat} for i, chat in enumerate(chats)])
-    replaced = ("prompts.", "run_dir=", "acceptance.prompt_tokens")
-    overrides = [setting for setting in finished[1] if not setting.startswith(replaced)]
-    overrides += [f"prompts.paths=[{tmp_path}/traffic.jsonl]", "prompts.validation_fraction=0.2", "train.max_steps=4"]
-    overrides += [f"head.init_from={finished[0]}/export/vllm", f"run_dir={tmp_path}/run"]
-    before = (f"acceptance.output_dir={tmp_path}/before",)
-    for program in ("prompts", "before", "hidden-states", "train", "acceptance"):
-        name, more = ("acceptance", before) if program == "before" else (program, ())
-        succeed(name, *overrides, *more, recipe="quickstart_continual")
-    served, learned = report_of(tmp_path / "before"), report_of(tmp_path / "run/acceptance")
-    assert served["head"] == f"{finished[0]}/export/vllm" and learned["head"] == f"{tmp_path}/run/train/best"
-    assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
 
 
 def test_a_program_without_the_stage_before_it_says_what_to_run(tmp_path: Path, tiny_target: Path) -> None:
@@ -189,12 +157,9 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(tmp_path: Path, 
         assert re.search(rf"^error: .*run mtptrain {stage} ", result.stderr, re.MULTILINE)
 
 
-MODEL = "acceptance.baselines=[model] acceptance.draft_model="
 REFUSED = {
-    "acceptance.prompts_file=/none.jsonl": "prompts_file: must be a jsonl file, but /none.jsonl does not exist",
     "acceptance.max_new_tokens=600": "prompt_tokens: held-out documents must hold a prompt of 32 tokens (in a conv",
-    f"{MODEL}demo": "a draft model must have at most 260 rows of embeddings, as many as the target, but has",
-    f"{MODEL}/none": "draft_model: must be a local directory, a GGUF file, a hub name or `demo`, but '/none'",
+    "acceptance.baselines=[model] acceptance.draft_model=demo": "a draft model must have at most 260 rows of embeddin",
     "acceptance.baselines=[tree] acceptance.tree_top_k=300": "tree_top_k: must be at most 260, the number of tokens",
     "head.attention_bias=true": "settings must be those of the config, but differ in head.attention_bias (False",
 }
@@ -210,3 +175,19 @@ def test_bad_input_to_acceptance_is_refused(finished: Run, tmp_path: Path) -> No
         assert result.returncode != 0
         message = r"head\.json: target_weights_sha256 must be \w+, that of .* the head belongs to another target"
         assert re.search(message, result.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "gpt_oss", "qwen3_5_text", "gemma3"])
+def test_a_target_of_any_family_goes_through_all_stages(tmp_path: Path, name: str) -> None:
+    """The families have factors of scores, experts with sinks, states by the delta rule, and an image encoder."""
+    is_image_model = name in IMAGE_MODELS
+    write, settings = (write_image_model, IMAGE_MODELS) if is_image_model else (write_member, EXACT)
+    target, files = write(tmp_path / "target", *settings[name]), write_text_files(tmp_path / "files")
+    head, engine = ("mtp", "sglang") if is_image_model else ("eagle3", "vllm")
+    overrides = (f"run_dir={tmp_path}/run", f"target.path={target}", f"prompts.paths=[{files}]", "train.max_steps=4")
+    for program in ("prompts", "hidden-states", "train", "acceptance", "export"):
+        succeed(program, *TINY_SETTINGS, *overrides, f"head={head}", f"export.engine={engine}")
+    assert report_of(tmp_path / "run/acceptance")["rounds"] > 0
+    notes = (tmp_path / f"run/export/{engine}/README.md").read_text()
+    assert ("The target also reads images" in notes) == is_image_model

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,11 +21,10 @@ from mtptrain.engines.table import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
 from mtptrain.stage_dir import STAGE, StageDir
-from mtptrain.target.hub import DEMO_DIR
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed
-from tests.conftest import Run, make_config, run_program
+from tests.conftest import PLAIN, Run, make_config
 from tests.programs import ROOT, run_ranks
 
 
@@ -175,42 +175,14 @@ def test_variants_are_checked_before_the_first_begins() -> None:
         assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, tmp_path: Path) -> None:
-    """Both share the prompts and hidden states of a third run by links."""
-    for depth in (2, 3):
-        (tmp_path / f"runs/{depth}").mkdir(parents=True)
-        for stage in ("prompts", "hidden_states"):
-            (tmp_path / f"runs/{depth}/{stage}").symlink_to(tiny_run[0] / stage)
-    before = {path.name for path in ROOT.iterdir()}
-    overrides = ["recipe=quickstart", *tiny_run[1], "train.max_steps=2", "train.compile=false"]
-    overrides.append("acceptance.num_speculative_tokens=3,2")
-    ended = run_ranks(
-        "mtptrain", ["run", "--multirun", *overrides, f"run_dir={tmp_path}/runs/${{acceptance.num_speculative_tokens}}"]
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    headings = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("==== ")]
-    assert headings == [f"{tmp_path}/runs/3", f"{tmp_path}/runs/2"]
-    assert ended.stdout.count("done before") == 4
-    for depth in (2, 3):
-        report = read_sealed(tmp_path / f"runs/{depth}/acceptance/report.json", "")
-        assert len(report["acceptance_rate_at"]) == depth and report["train_seed"] == 0
-        assert report["train_tokens"] > 0
-    assert before == {path.name for path in ROOT.iterdir()}
-
-
-@pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])
-def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(
-    code: str, ended: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(all_stages.program, "run_stage", lambda name: None)
-    all_stages.run_stage("prompts", [], 1)
-    assert signal.getsignal(signal.SIGINT) is before
-    monkeypatch.setattr(all_stages.program, "run_stage", lambda name: exec(code))
-    with pytest.raises(SystemExit) as failure:
-        all_stages.run_stage("prompts", [], 1)
-    assert failure.value.code == ended
+    for code, ended in (("", None), ("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)):
+        monkeypatch.setattr(all_stages.program, "run_stage", lambda name, code=code: exec(code))
+        with pytest.raises(SystemExit) if ended else nullcontext() as failure:
+            all_stages.run_stage("prompts", [], 1)
+        assert signal.getsignal(signal.SIGINT) is before or ended
+        assert failure is None or failure.value.code == ended
 
 
 def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
@@ -243,16 +215,6 @@ all_stages.run_stage("train", [], 1)
     assert (process.communicate(timeout=60)[1], process.returncode) == (line, 130)
 
 
-def test_a_recipe_for_any_target_has_a_plan_without_other_settings(tmp_path: Path) -> None:
-    shutil.copytree(DEMO_DIR, tmp_path / "mine")
-    arguments = ["recipe=mtp", "head=eagle3", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run"]
-    result = run_ranks("plan", arguments)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "plan of " in result.stdout and "eagle3, " in result.stdout
-    assert result.stderr.count("hardware: ") == 1
-    assert not (tmp_path / "run").exists()
-
-
 STREAMED = "train.stream=true train.epochs=1"
 REFUSED = {
     "head.start_from_target=true head.init_from=x": "head.start_from_target: must be false when head.init_from is set",
@@ -272,34 +234,32 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first() -> None:
         all_stages.check(make_config("train.micro_batches_per_step=8"))
 
 
-def test_hidden_states_that_other_settings_leave_as_they_are_count_as_made_with_them(
-    tiny_run: Run, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_run[0], tmp_path / "run")
-    overrides = (*tiny_run[1], f"run_dir={tmp_path}/run", "hidden_states.batch_tokens=99")
-    config = make_config(*overrides)
-    output = all_stages.output_of("hidden-states", STAGES["hidden-states"], config)
-    assert not all_stages.is_finished("hidden-states", output, 0, config)
-    assert run_program("hidden-states", *overrides).returncode == 0
-    assert all_stages.is_finished("hidden-states", output, 0, config)
-
-
 @pytest.mark.slow
-def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_path: Path) -> None:
+def test_a_whole_run_ends_with_a_table_and_variants_repeat_only_what_differs(tiny_run: Run, tmp_path: Path) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
-    overrides = ("recipe=quickstart", f"run_dir={tmp_path}/run", *tiny_run[1])
-    first = run_program("run", *overrides)
+    before = {path.name for path in ROOT.iterdir()}
+    overrides = ["recipe=quickstart", *tiny_run[1], *PLAIN]
+    in_run_dir = ["run", *overrides, f"run_dir={tmp_path}/run"]
+    first = run_ranks("mtptrain", in_run_dir)
     assert first.returncode == 0, first.stderr[-3000:]
-    headings = [line for line in first.stdout.splitlines() if line.startswith("== mtptrain ")]
-    assert [heading.split()[2] for heading in headings] == ["train:", "acceptance:", "export:"]
+    assert stages_run(first.stdout) == ["train:", "acceptance:", "export:"]
     assert first.stdout.count("done before") == 2  # the prompts and hidden states that were copied
     assert "tokens per step" in first.stdout and f"{tmp_path}/run/export/vllm has the head" in first.stdout
     report = (tmp_path / "run/acceptance/report.json").read_bytes()
-    second = run_program("run", *overrides)
-    assert second.returncode == 0, second.stderr[-3000:]
-    assert second.stdout.count("done before") >= 3
+    assert run_ranks("mtptrain", in_run_dir).stdout.count("done before") >= 3
     assert (tmp_path / "run/acceptance/report.json").read_bytes() == report
-    third = run_program("run", *overrides, "acceptance.num_prompts=2")
-    assert third.returncode == 0, third.stderr[-3000:]
-    headings = [line for line in third.stdout.splitlines() if line.startswith("== mtptrain ")]
-    assert [heading.split()[2] for heading in headings] == ["train:", "acceptance:", "export:"]
+    for number in (2, 3):
+        (tmp_path / f"{number}").mkdir()
+        for stage in ("prompts", "hidden_states", "train"):
+            (tmp_path / f"{number}" / stage).symlink_to(tmp_path / "run" / stage)
+    more = ["acceptance.num_prompts=2,3", f"run_dir={tmp_path}/${{acceptance.num_prompts}}"]
+    several = run_ranks("mtptrain", ["run", "--multirun", *overrides, *more])
+    assert several.returncode == 0, several.stderr[-3000:]
+    assert stages_run(several.stdout) == 2 * ["acceptance:", "export:"]
+    reports = [read_sealed(tmp_path / f"{number}/acceptance/report.json", "") for number in (2, 3)]
+    assert [report["prompts"] for report in reports] == [2, 3]
+    assert before == {path.name for path in ROOT.iterdir()}
+
+
+def stages_run(output: str) -> list[str]:
+    return [line.split()[2] for line in output.splitlines() if line.startswith("== mtptrain ")]

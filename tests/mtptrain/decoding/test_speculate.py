@@ -12,7 +12,6 @@ from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupD
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, accept_chosen
 from mtptrain.target.model import Target, Verified
-from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from tests.conftest import as_draft_model, tiers
 from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, random_head
@@ -37,38 +36,13 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
     return output[0, len(prompt) :].tolist()
 
 
-class TargetCopy:
-    """Drafts with the target itself, without a cache."""
-
-    read_layers = ()
-
-    def __init__(self, target: Target, num_speculative_tokens: int) -> None:
-        self.target, self.draft_slots = target, num_speculative_tokens
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        self.cache = PositionCache(num_slots)
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        rows, probs, tokens = torch.arange(len(verified.tokens)), [], verified.tokens.clone()
-        for depth in range(self.draft_slots):
-            width = int(verified.num_tokens.max()) + depth
-            positions = torch.arange(width).expand(len(tokens), -1)
-            states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
-            logits = self.target.parts.logits(states.postnorm_states[rows, verified.num_tokens - 1 + depth])
-            if not sampler.is_greedy:
-                probs.append(sampler.probs(logits))
-            tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)
-        drafted = tokens.gather(1, verified.num_tokens[:, None] + torch.arange(self.draft_slots))
-        return Draft(drafted, torch.ones_like(drafted, dtype=torch.bool), torch.stack(probs, 1) if probs else None)
-
-
 class BranchingCopy:
     """Drafts a tree with two branches at each depth: two wrong tokens in a row, and the target's own choice."""
 
     read_layers = ()
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
-        self.copy = TargetCopy(target, num_speculative_tokens)
+        self.copy = HeadDrafter(as_draft_model(target), target.parts, num_speculative_tokens)
         self.start, self.draft_slots = self.copy.start, 3 * num_speculative_tokens
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
@@ -125,13 +99,14 @@ def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
         compile_module.set_compilation(False)
 
 
-@pytest.mark.parametrize(("num_drafts", "temperature"), [(1, 0.0), (3, 0.0), (5, 0.0), (3, 1.0)])
-def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_drafts: int, temperature: float) -> None:
-    settings = {"num_speculative_tokens": num_drafts, "sampler": Sampler(temperature)}
-    for generation in decode(target, TargetCopy(target, num_drafts), random_prompts(8), **settings):
-        # The copy's logits come from another batch shape, so a uniform sample within 1e-6 of 1 could reject a draft.
-        assert generation.accepted_at == [generation.rounds] * num_drafts
-        assert temperature or generation.rounds == math.ceil(23 / (num_drafts + 1))
+def test_a_draft_that_is_the_target_is_accepted_whole(target: Target) -> None:
+    for num_drafts, temperature in ((1, 0.0), (5, 0.0), (3, 1.0)):
+        drafter = HeadDrafter(as_draft_model(target), target.parts, num_drafts, sample_drafts=True)
+        settings = {"num_speculative_tokens": num_drafts, "sampler": Sampler(temperature)}
+        for generation in decode(target, drafter, random_prompts(8), **settings):
+            # The logits come from another batch shape: a uniform sample within 1e-6 of 1 could reject a draft.
+            assert generation.accepted_at == [generation.rounds] * num_drafts
+            assert temperature or generation.rounds == math.ceil(23 / (num_drafts + 1))
 
 
 def test_one_new_token_needs_no_round_and_padding_of_a_draft_is_not_accepted(target: Target) -> None:
