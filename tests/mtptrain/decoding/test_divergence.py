@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
+from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.target.model import Target
-from mtptrain.target.position_cache import PositionCache
 from tests.mtptrain.decoding.drafting import decode, random_head
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -61,18 +61,15 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
     assert (found.what, found.prompt, found.position) == ("draft", 2, 3)
     assert found.theirs == ours[2].tokens[3]
 
-    text = [*PROMPTS[2], *ours[2].tokens[:3]]
-    logits = logits_after(target, head, text)
+    # Our draft and its logits are those of the head after the same text.
+    drafted: list[Draft] = []
+    drafter, text = HeadDrafter(head, target.parts, 1), [*PROMPTS[2], *ours[2].tokens[:2]]
+    observe = lambda seen: drafted.append(seen.draft)  # noqa: E731
+    decode(target, drafter, [text], num_speculative_tokens=1, max_new_tokens=2, observe=observe)
+    assert drafted[0].logits is not None
+    logits = drafted[0].logits[0][0]
     assert found.ours == logits.argmax()
     assert found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4)
-
-
-def logits_after(target: Target, head: Head, text: list[int]) -> torch.Tensor:
-    """Returns the head's logits for the draft after a text."""
-    read, positions, size = torch.tensor([text]), torch.arange(len(text) - 1)[None], len(text)
-    states = target.forward(read[:, :-1], positions, PositionCache(size)).postnorm_states
-    drafted, _ = head.decode(states, target.parts.embed(read[:, 1:]), positions, PositionCache(size))
-    return head.logits(drafted[0, -1], target.parts)
 
 
 def test_only_a_small_gap_between_logits_is_rounding() -> None:

@@ -12,13 +12,10 @@ from tests.mtptrain.train.conftest import Reference
 from tests.mtptrain.train.runs import FP32, PLAIN_STEPS, assert_close, records, train
 
 
-def test_the_loss_falls_and_every_step_is_recorded(reference: Reference) -> None:
+def test_the_loss_falls_and_records_and_the_table_say_what_the_steps_did_with_their_time(reference: Reference) -> None:
     losses = [record["loss"] for record in reference.records]
     assert [record["step"] for record in reference.records] == list(range(1, 13))
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_records_and_the_table_say_what_the_steps_did_with_their_time(reference: Reference) -> None:
     last = reference.records[-1]
     shares = [last[f"{name}_share"] for name in ("data_wait", "forward", "loss", "backward", "optimizer")]
     assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001
@@ -26,8 +23,6 @@ def test_records_and_the_table_say_what_the_steps_did_with_their_time(reference:
     assert last["draft_positions_per_s"] < last["tokens_per_s"]
     for word in ("MFU", "peak memory", "draft positions", "data wait"):
         assert word in reference.result.stdout
-    for word in ("tok/s", "draft positions/s", "data=", "mfu=", "GB="):
-        assert word in reference.result.stderr
 
 
 def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(reference: Reference) -> None:

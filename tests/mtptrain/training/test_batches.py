@@ -12,7 +12,7 @@ import torch
 
 from mtptrain.hidden_states.fp8 import decode, encode
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.training.batches import Batch, BatchSchedule, make_batch
+from mtptrain.training.batches import BatchSchedule, make_batch
 from mtptrain.training.step_packing import PAIR_COST, TOKEN_COST, shard_costs
 
 T = 4
@@ -33,45 +33,31 @@ DOCUMENTS = {
 }
 
 
-def batch() -> Batch:
-    return make_batch([document(i, mask) for i, mask in DOCUMENTS.items()], T)
-
-
 def plain_drafts() -> set[tuple[int, int, int, int]]:
     """Returns (document, draft position t, depth k, token read) of every draft that serving makes, by definition."""
     drafts = set()
     for i, mask in DOCUMENTS.items():
-        for t in range(len(mask)):
-            for k in range(T):
-                j = t + 2 + k
-                if j < len(mask) and all(mask[j - 1 - k : j + 1]):
-                    drafts.add((i, t, k, 100 * i + t + 1 + k))
+        for t, k in product(range(len(mask)), range(T)):
+            j = t + 2 + k
+            if j < len(mask) and all(mask[j - 1 - k : j + 1]):
+                drafts.add((i, t, k, 100 * i + t + 1 + k))
     return drafts
 
 
-def owners(made: Batch) -> list[int]:
-    """Returns the document of every packed token."""
-    order = [i for i in sorted(DOCUMENTS, key=lambda i: -len(DOCUMENTS[i])) if i in made.document_ids]
-    return [order[i] for i in ((made.packing.positions == 0).cumsum(0) - 1).tolist()]
-
-
-def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() -> None:
-    made, of_token = batch(), owners(batch())
+def test_exactly_the_drafts_that_serving_makes_count_and_only_tokens_that_they_need_are_packed() -> None:
+    """A document is cut after the token whose state gives its last label, and left out if it has no draft."""
+    made = make_batch([document(i, mask) for i, mask in DOCUMENTS.items()], T)
+    assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
+    owners = [2] * 10 + [4] * 7 + [1] * 6
+    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners
+    assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
     tokens = made.packing.draft_positions.tolist()
     found = {
-        (of_token[tokens[index]], int(made.packing.positions[tokens[index]]), k, int(made.next_ids[tokens[index + k]]))
+        (owners[tokens[index]], int(made.packing.positions[tokens[index]]), k, int(made.next_ids[tokens[index + k]]))
         for k, index in made.is_draft.nonzero().tolist()
     }
     assert found == plain_drafts()
     assert made.num_drafts.tolist() == [sum(draft[2] == k for draft in found) for k in range(T)]
-
-
-def test_only_tokens_that_a_draft_needs_are_packed() -> None:
-    """A document is cut after the token whose state gives its last label, and left out if it has no draft."""
-    made = batch()
-    assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
-    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made) == [2] * 10 + [4] * 7 + [1] * 6
-    assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
 
 
 def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
