@@ -103,59 +103,40 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 WINDOW = 16
 """The size of the sliding window, in tokens, of the families below that have sliding windows."""
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "llama",
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
-    ),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral with window": ("mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {"num_attention_heads": 2, "rope_parameters": YARN_ROPE}),
-    "qwen2 with window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {"head_dim": 128}),
-    "qwen3 with window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {"head_dim": 128, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            "final_logit_softcapping": 30.0,
-            "initializer_range": 0.05,
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "q_lora_rank": None}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LAST_HAS_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": None},
+    "mistral with window": {"sliding_window": WINDOW},
+    "qwen2": {"num_attention_heads": 2, "rope_parameters": YARN_ROPE},
+    "qwen2 with window": _LAST_HAS_WINDOW,
+    "qwen3": {"head_dim": 128},
+    "qwen3 with window": _LAST_HAS_WINDOW,
+    "qwen3_moe": {"head_dim": 128, "num_experts": 8, **_EXPERTS},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
-    ),
-    "mimo": ("mimo", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
-    "deepseek_v2": (
-        "deepseek_v2",
-        {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "q_lora_rank": None,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 24,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "tie_word_embeddings": False,
-            "rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.5},
-        },
-    ),
+        "final_logit_softcapping": 30.0,
+        "initializer_range": 0.05,
+    },
+    "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "deepseek_v2": {
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, **_LATENT, **_EXPERTS},
+        **{"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "tie_word_embeddings": False},
+        "rope_parameters": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.5},
+    },
 }
+FAMILIES = {name: (name.split()[0], settings) for name, settings in _SETTINGS.items()}
 """The families of most tests, as arguments of `make_target`; `tests/families.py` has many more."""
 
 

@@ -132,22 +132,6 @@ def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_pa
         assert " ".join(unfinished) == repeated, setting
 
 
-def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "a/prompts").mkdir(parents=True)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/prompts").symlink_to("../a/prompts")
-    config = make_config(f"run_dir={tmp_path}/b")
-    output = all_stages.output_of("prompts", STAGES["prompts"], config)
-    assert not all_stages.is_finished("prompts", output, 0.0, config)
-    (tmp_path / "a/prompts/manifest.json").write_text("{}")
-    assert all_stages.is_finished("prompts", output, 0.0, config)
-
-    (tmp_path / "a/export/vllm").mkdir(parents=True)
-    (tmp_path / "a/export/vllm/serving.json").write_text("{}")
-    (tmp_path / "b/export").symlink_to("../a/export")
-    assert all_stages.is_finished("export", all_stages.output_of("export", STAGES["export"], config), 0.0, config)
-
-
 def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}")
     StageDir(tmp_path / "train").record(config)  # training writes it

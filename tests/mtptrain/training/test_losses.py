@@ -1,6 +1,6 @@
 """Tests the value and gradient of every part of the loss against autograd of its definition, and what is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtptrain.config import LossPart
+from mtptrain.training import coupled_depths, losses
 from mtptrain.training.loss_blocks import DepthGroup, compare
-from mtptrain.training.loss_parts import Drafted
 from mtptrain.training.losses import LossSettings, LossSums, draft_ids_of, draft_losses
 from mtptrain.training.teacher import Teacher, teach, teach_by_logits, teach_by_probs
 from mtptrain.utils import compile as fusing
@@ -67,19 +67,26 @@ class Case:
         return [torch.zeros(()) if x is None else x for x in gradients]
 
 
-def test_every_part_is_its_definition_whether_or_not_the_vocabulary_is_the_heads_own() -> None:
-    """`test_exact_step.py` has the parts of states and of heads, and every way in which depths are grouped."""
-    for part in PARTS_OF_LOGITS:
-        for ids in VOCABULARIES:
-            case, settings = Case(4, ids), LossSettings({part: 1.0}, 3.0, chunk_rows=24)
-            ours, plain = case.losses(settings), case.plain_losses(settings)
-            torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
-            torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
-            if part is LossPart.kl:
-                torch.testing.assert_close(ours.kl, plain, atol=1e-4, rtol=1e-5)
-            gradients = [case.gradients(loss) for loss in (ours.loss, (plain * case.scale).sum())]
-            torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
-            assert not gradients[0][0][~case.is_draft].any()
+@pytest.mark.parametrize("form", [teach_by_probs, teach_by_logits])
+def test_every_part_is_its_definition_whether_or_not_the_vocabulary_is_the_heads_own(
+    form: Callable[..., Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs learn from logits, and CPUs from probabilities.
+
+    `test_exact_step.py` has the parts of states and of heads, and every way in which depths are grouped.
+    """
+    for module in (losses, coupled_depths):
+        monkeypatch.setattr(module, "teach", form)
+    for part, ids in product(PARTS_OF_LOGITS, VOCABULARIES):
+        case, settings = Case(4, ids), LossSettings({part: 1.0}, 3.0, chunk_rows=24)
+        ours, plain = case.losses(settings), case.plain_losses(settings)
+        torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
+        gradients = [case.gradients(loss) for loss in (ours.loss, (plain * case.scale).sum())]
+        torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+        assert not gradients[0][0][~case.is_draft].any()
+        case.bias[1] = torch.nan if part is LossPart.kl else -torch.inf  # token 1 is in both vocabularies
+        assert case.losses(LossSettings()).kl.isnan().all(), "a logit that is not finite must be seen in the KL"
 
 
 def test_parts_are_finite_where_target_and_head_are_certain_of_different_tokens() -> None:
@@ -109,58 +116,18 @@ def test_tokens_of_the_data_are_found_in_a_draft_vocabulary_in_any_order() -> No
     assert draft_ids_of(tokens, ids.sort().values).tolist() == [0, 2, 3, -1, -1, 1]
 
 
-def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl() -> None:
-    """Token 1 is in `OWN_VOCABULARY`, and token 0 is not."""
-    for value, token, ids in product((torch.nan, torch.inf, -torch.inf), (0, 1), VOCABULARIES):
-        case = Case(3, ids)
-        case.bias[token] = value
-        assert case.losses(LossSettings()).kl.isnan().all()
-        logits, _, target_logits, _ = blocks(2, 16, ids)
-        target_logits[5, token] = value
-        drafted = compare(logits, teach_by_logits(target_logits, ids), {}, 2, 3.0)
-        assert drafted.kl.isnan().nonzero()[:, 0].tolist() == [5, 21]
-
-
-def blocks(num_depths: int, num_positions: int, ids: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Returns drafts' logits [T * C, D], which of them count, the target's logits [C, V] and the depths' weights."""
-    generator, vocab_size = torch.Generator().manual_seed(num_depths), V if ids is None else len(ids)
-    logits = 2 * torch.randn(num_depths * num_positions, vocab_size, generator=generator)
-    is_counted = torch.rand(len(logits), generator=generator) < 0.9
-    return logits, is_counted, 2 * torch.randn(num_positions, V, generator=generator), 0.8 ** torch.arange(num_depths)
-
-
-def tensors(drafted: Drafted) -> list[torch.Tensor]:
-    """Returns all tensors of a comparison."""
-    rows = [drafted.kl, drafted.overlap, drafted.is_right, drafted.target_ce, drafted.data_ce, drafted.gradient]
-    return [x for x in (*rows, *drafted.divergences.values()) if x is not None]
-
-
-def test_a_teacher_by_logits_is_the_one_by_probabilities() -> None:
-    """GPUs use logits, and CPUs use probabilities."""
-    for part, ids in product(PARTS_OF_LOGITS, VOCABULARIES):
-        logits, is_counted, target_logits, scale = blocks(3, 16, ids)
-        by_logits, by_probs = (form(target_logits, ids) for form in (teach_by_logits, teach_by_probs))
-        assert torch.equal(by_logits.tokens, by_probs.tokens)
-        data_tokens = torch.arange(16) % 14 - 1 if part is LossPart.data_ce else None  # -1: outside the vocabulary
-        found, wanted = (
-            tensors(compare(logits, teacher, {part: is_counted * scale.repeat_interleave(16)}, 3, 3.0, data_tokens))
-            for teacher in (by_logits, by_probs)
-        )
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_compiled_code_gives_the_plain_losses_and_that_of_one_depth_does_not_run_for_two() -> None:
     """Regression test: in this order, code that had been compiled for one depth was wrongly used for two depths."""
     torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
     for num_depths, num_positions in ((1, 50), (2, 50), (1, 13), (2, 20)):
-        logits, is_counted, target_logits, scale = blocks(num_depths, num_positions, None)
-        teacher: Teacher = teach(target_logits, None)
-        weights = is_counted * scale.repeat_interleave(num_positions)
-        data_tokens, found = torch.arange(num_positions) % V, []
+        logits, target_logits = (2 * torch.randn(n, num_positions, V, generator=generator) for n in (num_depths, 1))
+        weights, data_tokens = torch.rand(num_depths * num_positions), torch.arange(num_positions) % V
+        teacher, parts, found = teach(target_logits[0], None), dict.fromkeys(PARTS_OF_LOGITS, weights), []
         for is_fused in (False, True):
             fusing.set_compilation(is_fused)
-            parts = dict.fromkeys(PARTS_OF_LOGITS, weights)
-            found.append(tensors(compare(logits, teacher, parts, num_depths, 3.0, data_tokens)))
+            *rows, divergences, gradient = compare(logits.flatten(0, 1), teacher, parts, num_depths, 3.0, data_tokens)
+            found.append([*rows, *divergences.values(), gradient])
         fusing.set_compilation(False)
         torch.testing.assert_close(*found, atol=1e-4, rtol=1e-5)

@@ -1,5 +1,8 @@
-"""Tests Muon against its definition by singular values, and the division of a head's weights between it and AdamW."""
+"""Tests the learning rate, Muon by its definition, and which of a head's weights it trains."""
 
+import math
+
+import pytest
 import torch
 
 from mtptrain.config import TrainConfig
@@ -7,7 +10,9 @@ from mtptrain.heads.files import build_head
 from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.settings.training import OptimizerKind
 from mtptrain.training.optimizer import MOMENTUM, UPDATE_RMS, build_optimizer, matrix_names, orthogonalised
+from mtptrain.training.trainer import is_compiled, warmup_cosine
 from mtptrain.utils.distributed import Ranks
+from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import tiny_config
 
 ALONE = Ranks(0, 1, 0)
@@ -59,3 +64,12 @@ def test_matrices_are_those_of_layers_and_no_head_lacks_them() -> None:
         names, matrices = matrix_names(head), [each for each, x in head.named_parameters() if x.ndim == 2]
         assert names and set(names) <= set(matrices)
         assert all((each not in names) == any(part in each for part in others) for each in matrices), name
+
+
+def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_compiled_on_gpus() -> None:
+    assert [warmup_cosine(step, 4, 12, 0.1) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [warmup_cosine(step, 4, 12, 0.1) for step in (8, 12, 99)] == pytest.approx([0.55, 0.1, 0.1])
+    assert not math.isnan(warmup_cosine(0, 0, 0, 0.1))
+    for setting, compiled in (("null", [False, True]), ("true", [True, True]), ("false", [False, False])):
+        of_config = make_config(f"train.compile={setting}").train.compile
+        assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
