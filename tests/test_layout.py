@@ -149,12 +149,6 @@ def test_an_engines_name_is_in_its_own_file_the_table_and_the_settings_alone() -
         assert others == shared | readers.get(engine, set()), engine
 
 
-def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
-    is_fragment = re.compile(r'"""(Of|Likewise|As|What|The same)\b')
-    found = {name: is_fragment.findall(path.read_text()) for name, path in modules(ROOT).items()}
-    assert {name: words for name, words in found.items() if words} == {}
-
-
 IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.engines.vllm.vllm_worker": {"vllm"},
     "mtptrain.engines.openvino.openvino_worker": {"openvino", "openvino_genai"},

@@ -181,11 +181,9 @@ def branches_of(draft: Draft, row: int) -> list[Branch]:
     return branches
 
 
-@pytest.mark.parametrize(("depths", "num_nodes", "top_k"), tiers([(1, 2, 3), (3, 9, 3), (4, 40, 2)], [(3, 9, 3)]))
 @pytest.mark.parametrize("case", tiers(TREE_CASES, IN_CORE))
-def test_trees_equal_those_of_a_loop_without_caches(
-    target: Target, case: str, depths: int, num_nodes: int, top_k: int
-) -> None:
+def test_trees_equal_those_of_a_loop_without_caches(target: Target, case: str) -> None:
+    depths, num_nodes, top_k = 3, 9, 3
     head, prompts = head_and_prompts(target, case)
     drafter = RecordingTrees(head, target.parts, depths, num_nodes, top_k)
     drafter.found = []
