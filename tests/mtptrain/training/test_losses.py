@@ -85,8 +85,11 @@ def test_every_part_is_its_definition_whether_or_not_the_vocabulary_is_the_heads
         gradients = [case.gradients(loss) for loss in (ours.loss, (plain * case.scale).sum())]
         torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
         assert not gradients[0][0][~case.is_draft].any()
-        case.bias[1] = torch.nan if part is LossPart.kl else -torch.inf  # token 1 is in both vocabularies
-        assert case.losses(LossSettings()).kl.isnan().all(), "a logit that is not finite must be seen in the KL"
+    # A logit that is not finite is seen in the KL. Token 1 is in the head's own vocabulary, and token 0 is not.
+    for value, token, ids in product((torch.nan, torch.inf, -torch.inf), (0, 1), VOCABULARIES):
+        case = Case(3, ids)
+        case.bias[token] = value
+        assert case.losses(LossSettings()).kl.isnan().all()
 
 
 def test_parts_are_finite_where_target_and_head_are_certain_of_different_tokens() -> None:
