@@ -148,7 +148,7 @@ VARIANTS = {  # exit codes and errors
     ),
     "train.lr=1,-1 run_dir=/none/${train.lr}": (1, "train.lr: must be a number of at least 0.0, but is -1.0"),
     "train.lrr=1,2": (2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
-    "head=mtp,mtpp": (2, "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, "),
+    "head=mtp,mtpp": (2, "In 'pipeline': Could not find 'head/mtpp'"),
 }
 
 
