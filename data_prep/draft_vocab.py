@@ -23,6 +23,7 @@ from mtptrain.settings.heads import HeadConfig
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
+from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 
 
@@ -81,21 +82,13 @@ def special_token_ids(target: TargetFiles) -> set[int]:
 
 
 def count_predictable(documents: Documents, vocab_size: int) -> NDArray[np.int64]:
-    """Returns how often each token occurs at a position that a draft can predict, i64[V]."""
-    return np.bincount(documents.input_ids[is_predictable(documents)], minlength=vocab_size)
-
-
-def is_predictable(documents: Documents) -> NDArray[np.bool_]:
-    """Returns which tokens the first draft of a round can predict, bool[N]; later drafts predict a subset of them.
-
-    As in `make_batch`, token t counts if the assistant generates tokens t - 1 and t, and if the document has a token
-    t - 2, whose hidden state the draft reads.
-    """
-    generated = documents.loss_mask.astype(bool)
-    predictable = generated & np.roll(generated, 1)
-    for position in (0, 1):  # no draft predicts the first two tokens of a document
-        predictable[documents.document_offsets[:-1][documents.lengths > position] + position] = False
-    return predictable
+    """Returns how often the first draft of a round has to predict each token, i64[V]; later drafts predict a subset."""
+    predicted = [
+        documents.token_ids(index)[first + 2 : first + 2 + length]
+        for index in range(len(documents))
+        for first, length in zip(*draft_spans(documents.mask(index)), strict=True)
+    ]
+    return np.bincount(np.concatenate([np.empty(0, np.int32), *predicted]), minlength=vocab_size)
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig, PromptsConfig
@@ -33,6 +32,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
+from mtptrain.utils.progress import ProgressBar
 
 from .conversations import Source
 from .prompt_sources import read_source
@@ -110,8 +110,8 @@ class Windows:
         """
         keys = list(zip(map(name_hash, clusters), clusters, source.groups, source.names, strict=True))
         order = sorted(range(len(keys)), key=lambda index: (keys[index], index))
-        refused, tokens_read = dict(source.refused), 0
-        with tqdm(total=len(order), desc="prompts", unit="item") as bar:
+        refused = dict(source.refused)
+        with ProgressBar(total=len(order), desc="prompts", unit="item") as bar:
             for start in range(0, len(order), _BATCH):
                 if self._is_full:
                     self.counts["beyond_max_train_tokens"] += len(order) - start
@@ -123,10 +123,7 @@ class Windows:
                     else:
                         check_vocabulary(item, vocab_size, source.location(index))
                         self._add(source.names[index], source.groups[index], clusters[index], item)
-                        tokens_read += sum(len(encoding.input_ids) for encoding in item.encodings)
                 bar.update(len(batch))
-                speed = tokens_read / max(bar.format_dict["elapsed"], 1e-9)
-                bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
         return refused
 
     def documents(self, split: Split) -> Documents:

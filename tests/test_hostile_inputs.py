@@ -20,7 +20,6 @@ from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 NESTED, GARBAGE = b"[" * 100_000, b"{\xff\xfe}"
 PROGRESS = re.compile(r"\s*|.*(\d%\|.*|\[\d\d:\d\d.*\])(\x1b\[A)?")
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-VOCABULARY = ["head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=64"]
 
 
 def chats(place: Path, content: bytes) -> list[str]:
@@ -66,7 +65,6 @@ CASES: dict[str, tuple[str, Callable[[Path], list[str]], str]] = {
         r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep",
     ),
     "weights": ("hidden-states", weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
-    "no draft vocabulary": ("train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
     "paths": (
         "prompts",
         lambda place: text_files(place, "prompts.paths=[[a]]"),
@@ -83,7 +81,7 @@ def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
     program, damage, message = CASES[case]
     shutil.copytree(tiny_target, tmp_path / "target")
     run_dir = tmp_path / "run"
-    if program in ("hidden-states", "train"):  # with the prompts of the undamaged target
+    if program == "hidden-states":  # with the prompts of the undamaged target
         shutil.copytree(tiny_run[0] / "prompts", run_dir / "prompts")
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     overrides = damage(tmp_path)

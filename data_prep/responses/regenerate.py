@@ -120,21 +120,21 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     order = sorted(sizes, key=lambda row: (sizes[row], row))
     batches = [order[start : start + settings.batch_size] for start in range(0, len(order), settings.batch_size)]
     batches = [rows for rows in batches if not done.issuperset(rows)]
-    if missing and server:
-        with store.journal(ranks.rank) as journal, ResponsesBar(len(missing), ranks) as bar:
-            failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, journal, bar)
-            num_tokens = bar.num_tokens
-    elif own := batches[ranks.rank :: ranks.world_size]:
-        num_rows = sum(len(set(rows) - done) for rows in own)
+    own = batches[ranks.rank :: ranks.world_size]
+    num_rows = len(missing) if server else sum(len(set(rows) - done) for rows in own)
+    if num_rows:
         with store.journal(ranks.rank) as journal, ResponsesBar(num_rows, ranks) as bar:
-            if ranks.device.type == "cpu":
-                torch.set_num_threads(CPU_THREADS)
-            model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
-            dialogues = (list(map(dialogue, rows)) for rows in own)
-            for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
-                if conversation.row not in done:
-                    journal.write(line_of(conversation))
-                    bar.update()
+            if server:
+                failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, journal, bar)
+            else:
+                if ranks.device.type == "cpu":
+                    torch.set_num_threads(CPU_THREADS)
+                model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
+                dialogues = (list(map(dialogue, rows)) for rows in own)
+                for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
+                    if conversation.row not in done:
+                        journal.write(line_of(conversation))
+                        bar.update()
             num_tokens = bar.num_tokens
     num_tokens = sum(ranks.gather(num_tokens))
     if not ranks.is_first:
