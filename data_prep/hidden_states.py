@@ -317,17 +317,14 @@ def announce(extraction: Extraction) -> None:
 def report(extraction: Extraction, manifest: StoreManifest | None, computed_tokens: int, seconds: float) -> None:
     """Print a short table of the store. `manifest` is None if other parts are unfinished."""
     store_dir, settings, num_shards = extraction.store_dir, extraction.config.hidden_states, len(extraction.shards)
+    rows = {} if manifest is None else rows_of(manifest)
     if manifest is None:
         left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards)).keys()
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
-        rows = {
-            "shards": f"{num_shards:,}, {len(left):,} still missing; the last part to finish completes the store",
-            "unfinished parts": f"{parts}; to rerun a failed one, set hidden_states.part=N and the same num_parts",
-        }
-    else:
-        rows = rows_of(manifest)
-    speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
-    print_rows(str(store_dir), rows | {"computed now": speed})
+        rows["shards"] = f"{num_shards:,}, {len(left):,} still missing; the last part to finish completes the store"
+        rows["unfinished parts"] = f"{parts}; to rerun a failed one, set hidden_states.part=N and the same num_parts"
+    rows["computed now"] = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
+    print_rows(str(store_dir), rows)
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:

@@ -169,8 +169,6 @@ R1 = (
     "{{ '[Assistant]' }}{{ m.content.split('</think>')[-1] + eos_token }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[Assistant]<think>\n' }}{% endif %}"
 )
-FORCED = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
-"""Its prompt begins the reasoning, which is in the content of an answer."""
 FILLED = CHATML.replace(
     "'\n' + m.content",
     "'\n' + ('<think>' + (m.reasoning_content or '') + '</think>' if m.role[0] == 'a' else '') + m.content",
@@ -191,7 +189,6 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
         (CHATML, "odd|one", CHANGED),
         (CHATML, " \n", "an answer without text"),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
-        (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
         (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
         (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
         (FILLED, "<think>odd</think>one", thoughts.format(1, 2)),
@@ -211,7 +208,6 @@ def test_an_answer_is_supervised_as_the_target_generates_it_without_an_empty_thi
     for template, answer, expected in (
         (CHATML, "<think>odd</think>one", "<think>odd</think>one"),
         (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one"),
-        (FORCED, "<think>\nodd</think>one", "odd</think>one"),
         (OPEN, "odd</think>one", "odd</think>one"),
         (FILLED, "odd|one", "<think>odd</think>one"),
         (FILLED, "one", "one"),

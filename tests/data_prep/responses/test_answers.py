@@ -24,7 +24,6 @@ from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE
 from tests.data_prep.prompts.documents import read_output
 from tests.data_prep.responses.conftest import (
-    CHATS,
     ConfigFor,
     answer_by_question,
     answered,
@@ -86,8 +85,6 @@ def test_requests_depend_on_settings_rows_and_turns_and_not_on_the_order_in_whic
                 new_tokens = answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]
                 assert message["content"] == tokenizer.decode(new_tokens[:-1])
     assert not asked
-    respond(by_server(rows=CHATS[:1], run="greedy"))
-    assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
 
 
 def test_a_cut_character_is_no_part_of_an_answer(
