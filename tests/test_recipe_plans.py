@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def test_both_engines_have_a_format_for_the_head_of_every_recipe() -> None:
         for engine in ("vllm", "sglang"):
             written = format_for(engine, config.head, target_config).config_json("bfloat16")
             assert written["hidden_size"] == target_config.hidden_size
+    # docs/serving.md has *no* for `eagle3` on DeepSeek-V2 with SGLang, whose model cannot return its first layer.
+    first_layer = replace(compose_recipe("deepseek_v2_lite_eagle3").head, capture_layers=[1, 13, 24])  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"to export head eagle3 for sglang, but is \[1, 13, 24\]"):
+        format_for("sglang", first_layer, PUBLISHED_TARGETS["deepseek_v2_lite"].config())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def stand(tmp_path: Path) -> Stand:
     return Stand(tmp_path, environment)
 
 
+ALL = ("responses", "prompts", "draft_vocab", "hidden_states", "train", "acceptance", "export")
 FOR_JOBS = "must be false for jobs, but is true; type mtptrain {} with the same settings"
 COMES_FIRST = "options of sbatch must come first, each as one word (--time=12:00:00), but this one follows"
 NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1-2, but is"
@@ -74,11 +75,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),
     ("recipe=quickstart --time=30", {}, f"--time=30: {COMES_FIRST} 'recipe=quickstart'; join it or move it"),
     ("", {"SKIP": "prompts,train"}, "error: SKIP: must name only stages among responses prompts draft_vocab"),
-    (
-        "",
-        {"SKIP": "responses prompts draft_vocab hidden_states train acceptance export"},
-        "SKIP: must leave at least one stage, but is 'responses prompts",
-    ),
+    ("", {"SKIP": " ".join(ALL)}, "SKIP: must leave at least one stage, but is 'responses prompts"),
     ("train.micro_batches_per_step=8", {"NODES": "1-2"}, f"error: {RANKS_OF_A_STEP}, 16, but is 8"),
     ("train.micro_batches_per_step=8", {"NODES": "3", "NPROC": "1"}, f"error: {RANKS_OF_A_STEP}, 3, but is 8"),
     ("train.micro_batches_per_step=4", {"NPROC": "gpu"}, f"error: {RANKS_OF_A_STEP}, 8, but is 4; set it to 8"),
@@ -195,9 +192,9 @@ def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_
     Path(f"{noted}.plan").write_text(PLAN)
     variables = {"MTPTRAIN_CONTAINER_IMAGE": "/images/mtptrain.sqsh", "MTPTRAIN_CONTAINER_MOUNTS": "/models:/models:ro"}
     on_node = variables | {"MTPTRAIN_PYTHON": "/not/there"}
-    for script, arguments in (
-        ("train.sbatch", ["recipe=quickstart"]),
-        ("process.sbatch", ["prompts", "recipe=quickstart"]),
+    for script, *arguments in (
+        ("train.sbatch", "recipe=quickstart"),
+        ("process.sbatch", "prompts", "recipe=quickstart"),
     ):
         result = stand.run(script, *arguments, **on_node)
         assert result.returncode == 0, result.stderr
@@ -237,38 +234,28 @@ def test_a_script_parses_is_clean_and_names_no_place_of_one_machine() -> None:
             assert result.returncode == 0, result.stdout
 
 
-SEVERAL_NODES: list[tuple[str, dict[str, str]]] = [
-    ("pipeline.sh", {}),
-    ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
-    ("hidden_states.sbatch", array_of("0-1", "0")),
-]
-
-
 def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand) -> None:
     (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
+    several: dict[str, dict[str, str]] = {"pipeline.sh": {}, "train.sbatch": {"SLURM_JOB_NUM_NODES": "2"}}
+    several["hidden_states.sbatch"] = array_of("0-1", "0")
     message = (
-        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
-        "run on one node, without an array, with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the "
-        "nodes do share it"
+        r"run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or"
     )
-    for script, variables in SEVERAL_NODES:
+    for script, variables in several.items():
         result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
         assert result.returncode == 1 and re.search(message, result.stderr)
     assert stand.asked("sbatch") == stand.asked("srun") == []
-    for script, variables in SEVERAL_NODES:
+    for script, variables in several.items():
         assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
 
 
-ONE = "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are"
-REFUSED_ON_ONE_DISK: list[tuple[str, dict[str, str], str]] = [
-    ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
-    ("1", {"ARRAY_TASKS": "8"}, f"{ONE} 1 and 8; leave them out"),
-    ("1", {"SKIP": "prompts"}, "--nodelist: must name the node whose disk holds .* in SKIP, but is missing"),
-]
-
-
 def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(stand: Stand) -> None:
-    for value, variables, expected in REFUSED_ON_ONE_DISK:
+    refused: list[tuple[str, dict[str, str], str]] = [
+        ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
+        ("1", {"ARRAY_TASKS": "8"}, "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 1 and 8;"),
+        ("1", {"SKIP": "prompts"}, "--nodelist: must name the node whose disk holds .* in SKIP, but is missing"),
+    ]
+    for value, variables, expected in refused:
         result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
         assert result.returncode == 1 and re.search(expected, result.stderr)
     assert stand.asked("sbatch") == []

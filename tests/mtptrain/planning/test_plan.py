@@ -61,11 +61,8 @@ def test_before_stage_1_the_recipes_bounds_are_planned(config_for: Callable[...,
 
 
 def test_the_optimizers_memory_is_shared_out_by_zero_stage(config_for: Callable[..., PipelineConfig]) -> None:
-    """The figures are bytes per parameter on each of 4 GPUs.
-
-    zero0 trains in fp32 without master weights. zero1 and zero2 train in bf16 and divide the fp32 master weights
-    (4 bytes) and Adam moments (8 bytes) among the GPUs; zero2 also divides the gradients.
-    """
+    """Bytes per parameter on each of 4 GPUs. zero0 trains in fp32 without master weights; zero1 and zero2 in bf16, and
+    divide fp32 master weights (4 bytes) and Adam moments (8 bytes) among the GPUs, zero2 also the gradients."""
     expected = {"zero0": (4, 4, 8), "zero1": (2, 2, 3), "zero2": (2, 0.5, 3)}
     for zero, per_parameter in expected.items():
         plan = Plan(config_for(f"deepspeed={zero}", "planner.num_gpus=4"))
