@@ -1,7 +1,5 @@
 """Tests acceptance lengths, rates and intervals from counts, detection of loops, and batches of prompts."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -69,29 +67,12 @@ def test_batches_respect_the_bounds_on_prompts_and_tokens() -> None:
         assert token_batches([10, 5, 50, 8, 20], 10, batch_size, batch_tokens) == batches
 
 
-K, NEW_TOKENS = 3, 12
-PROMPTS = random_prompts(5)
+K, PROMPTS = 3, random_prompts(5)
 
 
-@pytest.fixture(scope="module")
-def head(target: Target) -> Head:
-    return random_head(target)
-
-
-def generate(target: Target, head: Head, **settings: Any) -> list[Generation]:
-    drafter = HeadDrafter(head, target.parts, K)
-    return generate_in_batches(target, drafter, PROMPTS, num_speculative_tokens=K, sampler=Sampler(), **settings)
-
-
-def test_our_own_answers_give_our_own_rounds(target: Target, head: Head) -> None:
-    settings = {"max_new_tokens": NEW_TOKENS, "eos_token_ids": [7], "batch_size": 2}
-    ours = generate(target, head, **settings)
-    assert generate(target, head, answers=[generation.tokens for generation in ours], **settings) == ours
-
-
-def test_other_answers_are_drafted_from_the_states_of_these_answers(target: Target, head: Head) -> None:
+def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Target) -> None:
     """Writes answers that accept 0, 1, 2 and 3 of the head's drafts in turn, and then differ from the next."""
-    answers = []
+    head, answers = random_head(target), []
     for prompt in PROMPTS:
         text = [*prompt, 5]
         for accepted in range(K + 1):
@@ -99,8 +80,16 @@ def test_other_answers_are_drafted_from_the_states_of_these_answers(target: Targ
             text += drafts[:accepted]
             text.append((drafts[accepted] + 1) % 256 if accepted < K else 9)
         answers.append(text[len(prompt) :])
-    generations = generate(
-        target, head, answers=answers, max_new_tokens=len(answers[0]), eos_token_ids=(), batch_size=3
+    generations = generate_in_batches(
+        target,
+        HeadDrafter(head, target.parts, K),
+        PROMPTS,
+        num_speculative_tokens=K,
+        max_new_tokens=len(answers[0]),
+        sampler=Sampler(),
+        eos_token_ids=(),
+        batch_size=3,
+        answers=answers,
     )
     for answer, generation in zip(answers, generations, strict=True):
         assert generation.tokens == answer
