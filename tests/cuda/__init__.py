@@ -1,2 +1,1 @@
-"""Rehearsals of what runs on GPUs, on fake CUDA tensors: devices, dtypes, operator schemas, host syncs, memory and
-FLOPs are real."""
+"""Rehearsals of what runs on GPUs, on fake CUDA tensors: devices, dtypes, operator schemas and host syncs are real."""

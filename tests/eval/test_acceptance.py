@@ -1,17 +1,14 @@
-"""Tests the longest prompt with which acceptance is measured, what is refused before, and the printed table."""
+"""Tests the longest prompt with which acceptance is measured, and what is refused before."""
 
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.acceptance import candidates_of, longest_prompt, print_table
-from eval.measurement import DecodedPrompt, Measured
+from eval.acceptance import candidates_of, longest_prompt
 from mtptrain.config import AcceptanceConfig, Baseline
-from mtptrain.decoding.speculate import Generation
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
-from tests.conftest import make_config
 from tests.families import EXACT, SIZES
 
 
@@ -32,14 +29,3 @@ def test_a_tree_is_refused_for_a_target_that_keeps_states() -> None:
     settings, found = AcceptanceConfig(baselines=[Baseline.tree]), SimpleNamespace(head=None)
     with pytest.raises(UserError, match=r"acceptance\.baselines: must not contain tree for a target .*; remove it"):
         candidates_of(settings, found, target, None, 0)  # type: ignore[arg-type]
-
-
-def test_a_narrow_terminal_keeps_the_whole_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    answer = DecodedPrompt(Generation([1] * 60, 30, 0, 90, [10, 10, 10]), 9, None, "question")
-    measured = Measured({("q", 1): answer}, {"all": 1.0}, 60.0, 0, None)
-    print_table(make_config("head=draft_model", "acceptance.baselines=[]"), {"head": measured})
-    printed = capsys.readouterr().out
-    assert "head draft_model" in printed and "tokens/s" in printed and "…" not in printed

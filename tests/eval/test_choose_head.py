@@ -36,13 +36,6 @@ def facts(directory: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "choice.json").write_text('{"heads": [')
-    with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run mtptrain choose-head"):
-        remove_stale_heads(tmp_path, 5)
-    assert (tmp_path / "choice.json").exists()
-
-
 def test_two_heads_of_one_step_are_refused_unless_they_are_the_same(tmp_path: Path) -> None:
     config, kept_dir = MtpHead.Config(), kept_head(tmp_path, 9)
     save_head(kept_dir, {"weight": torch.zeros(1)}, config, {"step": 9})

@@ -230,10 +230,6 @@ def test_answers_are_those_of_plain_decoding(dtype: torch.dtype, trained: Checke
     at_most(max(gaps, default=0.0), NEAR_TIE[dtype], equal)
 
 
-def test_the_head_is_exported(trained: Checked) -> None:
-    trained.run("export", "export.engine=vllm")
-
-
 @pytest.mark.usefixtures("vllm")
 def test_vllm_serves_the_head_with_the_same_acceptance(
     trained: Checked, record_property: Callable[[str, object], None]
