@@ -166,12 +166,14 @@ def started_server(
 def _wait(url: str, process: subprocess.Popen[bytes], name: str) -> None:
     """Wait until a server answers. Raises UserError if it ends or takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _answers(url):
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5.0, trust_env=False).is_success:
+                return
         if process.poll() is not None:
             raise UserError(f"{name}: must start, but has ended")
-        if time.monotonic() > deadline:
-            raise UserError(f"{name}: must answer within {START_TIMEOUT_S:g} s, but does not; read its log")
         time.sleep(POLL_S)
+    raise UserError(f"{name}: must answer within {START_TIMEOUT_S:g} s, but does not; read its log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -182,10 +184,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5.0, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
