@@ -144,7 +144,7 @@ def serve_arguments(served: Served, num_drafts: int) -> list[str]:
 
     Servers differ only in their drafts: one without drafts also loads the export where that holds the target.
     """
-    arguments = ["--model", str(served_model(served))]
+    arguments = ["--model", str(served.head_dir.resolve() if served.holds_target else served.target.directory)]
     arguments += ["--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
     arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
@@ -153,11 +153,6 @@ def serve_arguments(served: Served, num_drafts: int) -> list[str]:
         settings = speculative_config(served.facts, served.head_dir.resolve(), num_drafts)
         arguments += ["--speculative-config", json.dumps(settings)]
     return [*arguments, *served.server_args]
-
-
-def served_model(served: Served) -> Path:
-    """Returns the model to start vLLM with: the export itself if it also holds the target, else the target."""
-    return served.head_dir.resolve() if served.holds_target else served.target.directory
 
 
 def cache_bytes(served: Served, num_sequences: int) -> int:
