@@ -49,15 +49,15 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1475,
-    "mtptrain/cli": 423,
+    "mtptrain/cli": 381,
     "mtptrain/data": 1108,
     "mtptrain/decoding": 1615,
-    "mtptrain/engines": 4268,
+    "mtptrain/engines": 3983,
     "mtptrain/heads": 3282,
     "mtptrain/hidden_states": 1749,
     "mtptrain/init_from": 1268,
     "mtptrain/planning": 957,
-    "mtptrain/settings": 1181,
+    "mtptrain/settings": 1134,
     "mtptrain/target": 2466,
     "mtptrain/training": 2809,
     "mtptrain/utils": 1078,
