@@ -50,7 +50,7 @@ FORBIDDEN = {
 LINES = {
     "mtptrain": 1475,
     "mtptrain/cli": 381,
-    "mtptrain/data": 1108,
+    "mtptrain/data": 974,
     "mtptrain/decoding": 1615,
     "mtptrain/engines": 3983,
     "mtptrain/heads": 3282,
@@ -61,7 +61,7 @@ LINES = {
     "mtptrain/target": 2466,
     "mtptrain/training": 2809,
     "mtptrain/utils": 1078,
-    "data_prep": 3090,
+    "data_prep": 2590,
     "eval": 2614,
     "slurm": 161,
     "benchmarks": 1015,

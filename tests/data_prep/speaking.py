@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,7 +62,6 @@ class FakeServer:
         self.behave: Behaviour = answer_by_prompt
         self.query = ""
         """The query that the address of every request must have, or else the answer is 401."""
-        self.delay_s = 0.0
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         """Headers of every request, by lower-case name."""
@@ -86,7 +84,6 @@ class FakeServer:
             self._in_flight += 1
             self.at_once = max(self.at_once, self._in_flight)
         try:
-            time.sleep(self.delay_s)
             return self.behave(request)
         finally:
             with self._lock:
