@@ -152,9 +152,8 @@ def test_an_engines_name_is_in_its_own_file_the_table_and_the_settings_alone() -
 IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.engines.vllm.vllm_worker": {"vllm"},
     "mtptrain.engines.openvino.openvino_worker": {"openvino", "openvino_genai"},
-    "benchmarks.speculators_worker": {"speculators", "measuring"},
 }
-"""Modules that run in the Python environment of an engine or another trainer, and what else they can import there."""
+"""Modules that run in the Python environment of an engine, and what else they can import there."""
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:

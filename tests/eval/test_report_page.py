@@ -35,9 +35,8 @@ def figures(lengths: list[int]) -> dict[str, Any]:
     return {**pooled, **parts, "intervals": None if resampled is None else asdict(resampled)}
 
 
-MEASURED = {"device": "CPU", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
-MEASURED |= {"prompts_sha256": "00", "head_sha256": "cc"}
-DECODED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "sample_drafts": False}
+DECODED = {"device": "CPU", "num_speculative_tokens": 3, "max_new_tokens": 20, "dtype": "float32"}
+DECODED |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "sample_drafts": False}
 
 
 def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
@@ -47,8 +46,8 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
         **figures(lengths),
         **{"head_name": "mtp", "head": str(path.parent), "target": "demo", "target_weights_sha256": "aa"},
         **{"baselines": {"prompt_lookup": figures([2, 2])}, "speed": {"head": speed, "prompt_lookup": speed}},
-        **MEASURED,
         **DECODED,
+        **{"prompts_sha256": "00", "head_sha256": "cc"},
         **settings,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

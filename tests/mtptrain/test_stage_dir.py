@@ -69,7 +69,7 @@ def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path) -> None:
         "new": lambda folder: None,
         "empty": lambda folder: (folder.path / "part").mkdir(parents=True),
         "ours": lambda folder: (folder.record(config), (folder.path / "notes.txt").write_text("mine")),
-        "part of ours": lambda folder: StageDir(folder.path / "part").record(config),  # as serving_bench/break_even
+        "part of ours": lambda folder: StageDir(folder.path / "part").record(config),
         "killed": lambda folder: (folder.path.mkdir(), (folder.path / f"{STAGE}.node.7.tmp").write_text("{")),
     }
     for case, prepare in before.items():
