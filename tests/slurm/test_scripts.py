@@ -62,14 +62,13 @@ def stand(tmp_path: Path) -> Stand:
 
 
 ALL = ("responses", "prompts", "draft_vocab", "hidden_states", "train", "acceptance", "export")
-FOR_JOBS = "must be false for jobs, but is true; type mtptrain {} with the same settings"
 COMES_FIRST = "options of sbatch must come first, each as one word (--time=12:00:00), but this one follows"
 NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1-2, but is"
 NPROC_MUST = "must be a number of at least 1, but is"
 RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the number of ranks"
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
-    ("plan=true", {}, f"error: plan: {FOR_JOBS.format('plan')}"),
+    ("plan=true", {}, "error: plan: must be false for jobs, but is true; type mtptrain plan with the same settings"),
     ("train.stream=true", {}, "error: train.stream: must be false for a chain of jobs, in which training waits for"),
     ("train.lrr=1", {}, "error: train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
     ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),
