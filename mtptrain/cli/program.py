@@ -68,7 +68,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
             run_dir = None
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
-                set_verb(cfg, started_stage())
+                set_verbs(cfg, started_stage())
             except UserError as error:
                 exit_with_error(error, str(error), EXIT_MISTAKE)
             try:
@@ -107,16 +107,20 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
         exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
 
-def set_verb(config: DictConfig, stage: str | None) -> None:
-    """Tell the program that `mtptrain plan` or `mtptrain verify` shares with another stage what it is to do.
+def set_verbs(config: DictConfig, stage: str | None) -> None:
+    """Make the program of `mtptrain plan` plan, and that of `mtptrain verify` verify.
 
-    Raises UserError if a setting says so instead: another stage would run, or plan where it was to run.
+    The settings of these names, which earlier versions had instead, still do so for the same programs.
     """
     for verb in VERBS:
-        if OmegaConf.select(config, verb) is True and stage not in (verb, None):
-            raise UserError(f"{verb}: must be false for mtptrain {stage}, but is true; type mtptrain {verb}")
         if stage == verb:
             OmegaConf.update(config, verb, True)
+        elif OmegaConf.select(config, verb) is True and stage is not None:
+            if stage not in VERBS[verb]:
+                raise UserError(
+                    f"{verb}: must be false for mtptrain {stage}, but is true; leave it out, or type mtptrain {verb}"
+                )
+            warnings.warn(f"{verb}=true will be removed: type mtptrain {verb} instead", stacklevel=2)
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

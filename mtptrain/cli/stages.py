@@ -125,8 +125,9 @@ STAGES = {
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
 
 
-VERBS = ("plan", "verify")
-"""The stages that are something else done by another stage's program. A setting of the same name tells it."""
+VERBS = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
+"""The stages that are something else done by another stage's program. Earlier versions had a setting of the same name
+for these other stages instead, which still works for them."""
 
 
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mtptrain.cli.program import refuse_additions, set_verb
+from mtptrain.cli.program import refuse_additions, set_verbs
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -92,14 +92,18 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan", "verify"])
-def test_a_verb_lets_a_program_do_something_else_and_is_no_setting(verb: str) -> None:
+def test_a_verb_or_the_setting_of_its_name_lets_a_program_do_something_else(verb: str) -> None:
     config = OmegaConf.create({"plan": False, "verify": False})
-    set_verb(config, "run")
-    assert config[verb] is False
-    set_verb(config, verb)
+    for stage in (*STAGES.keys() - {verb}, None):
+        set_verbs(config, stage)
+        config = OmegaConf.create({"plan": False, "verify": False})
+    set_verbs(config, verb)
     assert config[verb] is True
-    with pytest.raises(UserError, match=f"{verb}: must be false for mtptrain train, but is true; type mtptrain {verb}"):
-        set_verb(config, "train")
+    with pytest.warns(UserWarning, match=f"{verb}=true will be removed: type mtptrain {verb} instead"):
+        set_verbs(config, "hidden-states")
+    result = run_ranks("mtptrain", ["train", "recipe=quickstart", f"{verb}=true"])
+    advice = f"must be false for mtptrain train, but is true; leave it out, or type mtptrain {verb}"
+    assert (result.returncode, result.stderr) == (2, f"error: {verb}: {advice}\n")
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
