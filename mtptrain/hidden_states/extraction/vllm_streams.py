@@ -78,7 +78,7 @@ class VllmStreams:
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
         choose_backend(Backend.vllm, target_config)
-        self._python = find_python(python)
+        self._python = find_python(python, warns=False)  # the program has warned, once for all ranks
         self._environment = engine_environment(os.environ, local_rank, settings.tensor_parallel_size)
         self._layer_ids = sorted(set(layers))  # the engine's order
         self._columns = [self._layer_ids.index(layer) for layer in layers]
