@@ -49,10 +49,10 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1475,
-    "mtptrain/cli": 381,
+    "mtptrain/cli": 386,
     "mtptrain/data": 974,
     "mtptrain/decoding": 1615,
-    "mtptrain/engines": 3983,
+    "mtptrain/engines": 3984,
     "mtptrain/heads": 3282,
     "mtptrain/hidden_states": 1749,
     "mtptrain/init_from": 1268,
