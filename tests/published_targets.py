@@ -8,8 +8,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 @dataclass(frozen=True)
 class PublishedTarget:
-    """Describes a published target."""
-
     name: str
     """The name on the hub."""
     model_type: str
@@ -22,7 +20,7 @@ class PublishedTarget:
 
 
 def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "hidden_act": "silu"}
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
     heads_ = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": False}
     return {**sizes, **heads_, "head_dim": 128, **others}
 
@@ -31,25 +29,17 @@ _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-_LLAMA3: dict[str, Any] = {
-    "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "bos_token_id": 128_000,
-    "eos_token_id": [128_001, 128_008, 128_009], "rope_parameters": _LLAMA3_ROPE,
-}  # fmt: skip
+_LLAMA3: dict[str, Any] = {"vocab_size": 128_256, "max_position_embeddings": 131_072, "rope_parameters": _LLAMA3_ROPE}
 _LONGER = {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}}
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "bos_token_id": 151_643,
-    "eos_token_id": 151_645, "use_sliding_window": False,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }  # fmt: skip
-_EXPERTS = {
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 _DEEPSEEK_V2_LITE: dict[str, Any] = {
     "vocab_size": 102_400, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
     "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163_840,
-    "rms_norm_eps": 1e-6, "bos_token_id": 100_000, "eos_token_id": 100_001,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707,

@@ -79,15 +79,9 @@ def test_the_proof_compares_every_depth_that_a_head_is_bound_to_and_confidences(
 def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_target: Path) -> None:
     whole, form = load_file(exported / "model.safetensors"), format_for("vllm", CONFIG, read_target_config(tiny_target))
     for tensors, message in (
-        (
-            {name: x for name, x in whole.items() if name != "hnorm.weight"},
-            r"hnorm\.weight must be .* but is absent",
-        ),
+        ({name: x for name, x in whole.items() if name != "hnorm.weight"}, r"hnorm\.weight must be .* but is absent"),
         (whole | {"extra.weight": torch.zeros(3)}, r"extra\.weight must be absent, but is of shape \(3,\)"),
-        (
-            whole | {"fc.weight": torch.zeros(64, 64)},
-            r"fc\.weight must be of shape \(64, 128\), but is of shape",
-        ),
+        (whole | {"fc.weight": torch.zeros(64, 64)}, r"fc\.weight must be of shape \(64, 128\), but is of shape"),
     ):
         save_file(tensors, exported / "model.safetensors")
         with pytest.raises(ValueError, match=message):
@@ -111,15 +105,9 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(tiny_target: Pa
     """In Qwen3-4B and Qwen3-32B, hidden size / attention heads is 80, for which engines lack kernels."""
     target_config = read_target_config(tiny_target)
     for config, message in (
-        (
-            MtpHead.Config(num_attention_heads=2),
-            r"attention_heads: the head dim must be one of \(64, 128\), .* is 32",
-        ),
+        (MtpHead.Config(num_attention_heads=2), r"attention_heads: the head dim must be one of \(64, 128\), .* is 32"),
         (MtpHead.Config(num_key_value_heads=2), r"value_heads: must divide the 1 attention heads, but is 2"),
-        (
-            EagleHead.Config(head_dim=80),
-            r"head_dim: the head dim must be .* but is 80 .*; set head\.head_dim=64",
-        ),
+        (EagleHead.Config(head_dim=80), r"head_dim: the head dim must be .* but is 80 .*; set head\.head_dim=64"),
     ):
         with pytest.raises(ValueError, match=message):
             build_head(config, target_config)
@@ -143,11 +131,7 @@ def test_a_stored_head_has_defaults_for_newer_settings_and_is_refused_unless_it_
     other = make_target(tmp_path / "target", intermediate_size=80)
     prenorm = replace(CONFIG, prenorm_states=True)
     for config, target, message in (
-        (
-            prenorm,
-            tiny_target,
-            r"must be those of the config, but differ in head\.prenorm_states \(False there",
-        ),
+        (prenorm, tiny_target, r"must be those of the config, but differ in head\.prenorm_states \(False there"),
         (CONFIG, other, r"mlp\.\w+_proj\.weight must be of shape .* for head mtp and this target, but is"),
     ):
         with pytest.raises(UserError, match=message):

@@ -180,8 +180,7 @@ def die_at(count: int, function: Callable[..., object]) -> Callable[..., object]
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("rename", 0), ("rename", 1), ("unlink", 0), ("unlink", 3), ("rmdir", 0), ("write_text", 1)],
+    ("name", "count"), [("rename", 0), ("rename", 1), ("unlink", 0), ("unlink", 3), ("rmdir", 0), ("write_text", 1)]
 )
 def test_a_kill_at_any_moment_leaves_the_old_the_new_or_no_folder_and_the_next_export_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int

@@ -13,15 +13,8 @@ def drafted_states(
 ) -> list[torch.Tensor]:
     """Returns the head's state [H] at each depth of a draft from `start`, computed with a cache as in an engine.
 
-    Each depth reads the document's own next token instead of the drafted one.
-
-    Args:
-        head: the head.
-        parts: the target's frozen parts.
-        target_states: the target's states that the head reads, [S, H] or [S, L, H]. Those after `start` are not used.
-        ids: the document's tokens and the one after the last, i64[S + 1] or more.
-        start: the position in the document from which the head drafts.
-        num_drafts: K.
+    Each depth reads the document's own next token from `ids` instead of the drafted one. Those of the target's states
+    [S, H] or [S, L, H] that come after `start` are not read.
     """
     cache, positions = PositionCache(start + 2 + num_drafts), torch.arange(start + 1, device=ids.device)[None]
     read = target_states[None, : start + 1]

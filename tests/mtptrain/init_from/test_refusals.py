@@ -65,9 +65,7 @@ OF_KIND: dict[str, Refusals] = {
         ({"architectures": ["EagleMiniCPM"]}, r"a head of class EagleDeep.*, but .* holds a EagleMiniCPM"),
     ],
     "peagle": [({"mask_token_id": None}, r"config\.json: must have ptd_token_id, but does not")],
-    "medusa": [
-        ({"num_attention_heads": 4}, r"must hold only settings that mtptrain .* has num_attention_heads=4"),
-    ],
+    "medusa": [({"num_attention_heads": 4}, r"must hold only settings that mtptrain .* has num_attention_heads=4")],
     "dflash": [
         ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
         (  # transformers' Qwen3Config drops this window

@@ -10,26 +10,23 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, packed_attention
 from mtptrain.target.causal_attention import FULL, SeenSlots, causal_or_masked_attention
 
-PACKING = Packing.of_spans([3], [(0, 0, 3)])
 SEEN = SeenSlots((None,), None, torch.arange(3)[None])
+DEPTHS = DepthKeys(Packing.of_spans([3], [(0, 0, 3)]), torch.arange(3), FULL, [])
+CASES: list[tuple[Callable[..., object], dict[str, object]]] = [
+    (causal_or_masked_attention, {"seen_slots": SEEN}),
+    (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
+    (trained_or_cached_attention, {"seen_slots": SEEN}),
+    (trained_or_cached_attention, {"attend": DEPTHS.attend}),
+]
 
 
 def test_every_attention_function_refuses_a_keyword_that_it_does_not_know() -> None:
-    packed = PackedDocuments.of([3], torch.device("cpu"))
-    refuses(causal_or_masked_attention, seen_slots=SEEN)
-    refuses(packed_attention, packed_documents=packed)
-    refuses(trained_or_cached_attention, seen_slots=SEEN)
-    refuses(trained_or_cached_attention, attend=DepthKeys(PACKING, torch.arange(3), FULL, []).attend)
-
-
-def refuses(attention: Callable[..., object], **documents: object) -> None:
-    x = torch.randn(1, 2, 3, 16)
-    known = {"dropout": 0.0, "position_ids": torch.arange(3)[None], "use_cache": False, "s_aux": None}
-    given = {"attention_mask": None, "scaling": 0.25, **documents, **known}
-    module = torch.nn.Identity()
+    x, module = torch.randn(1, 2, 3, 16), torch.nn.Identity()
     module.layer_idx = 0
-    assert attention(module, x, x, x, **given) is not None
-    with pytest.raises(ValueError, match="Identity passes position_bias"):
-        attention(module, x, x, x, **given, position_bias=torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="Identity passes attention_mask"):
-        attention(module, x, x, x, **{**given, "attention_mask": torch.zeros(3, 3)})
+    known = {"dropout": 0.0, "position_ids": torch.arange(3)[None], "use_cache": False, "s_aux": None}
+    for attention, documents in CASES:
+        given = {"attention_mask": None, "scaling": 0.25, **documents, **known}
+        assert attention(module, x, x, x, **given) is not None
+        for name in ("position_bias", "attention_mask"):
+            with pytest.raises(ValueError, match=f"Identity passes {name}"):
+                attention(module, x, x, x, **{**given, name: torch.zeros(3, 3)})

@@ -157,12 +157,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (weights_fingerprint, [(index({}), NO_MAP)]),
     (
         load_last_layer,
-        [
-            (
-                added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}),
-                UNQUANTISED.format(*[UP[:-7]] * 2),
-            )
-        ],
+        [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNQUANTISED.format(*[UP[:-7]] * 2))],
     ),
     (
         place,

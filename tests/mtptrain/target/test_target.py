@@ -1,8 +1,7 @@
 """Tests the frozen target: its parts, captured streams, cache, windows, quantised and packed weights, and drafts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mtptrain.target.causal_attention import MaskOf, SeenSlots
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import MOST_ROWS, FrozenLinear, Target, TargetStates
+from mtptrain.target.model import MOST_ROWS, FrozenLinear, Target
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 from tests.conftest import FAMILIES, WINDOW, make_target, tiers
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
@@ -32,17 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
-    """Returns a function that loads a tiny random target of a family in fp32, once."""
-
-    @cache
-    def load(family: str) -> Target:
-        return load_target(make_target(tmp_path_factory.mktemp("family"), *FAMILIES[family]), torch.float32, CPU)
-
-    return load
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied in one file", "untied in shards"])
@@ -69,24 +57,23 @@ def test_frozen_parts_alone_give_the_whole_models_logits(tmp_path: Path, family:
         assert torch.equal(parts.logits(post_norm), output.logits)
 
 
-def read_in_parts(target: Target, prompt_tokens: int, capture_layers: tuple[int, ...] = ()) -> TargetStates:
-    """Returns the states of the tokens, read as a prompt, one token, and the rest."""
+def read_in_parts(target: Target) -> torch.Tensor:
+    """Returns the last states of the tokens, which are read as a prompt of one token, one more, and the rest."""
     cache = PositionCache(NUM_TOKENS)
-    ends = sorted({0, prompt_tokens, min(prompt_tokens + 1, NUM_TOKENS), NUM_TOKENS})
-    parts = [(slice(None), slice(*part)) for part in pairwise(ends)]
-    states = [target.forward(TOKENS[part], POSITIONS[part], cache, capture_layers) for part in parts]
-    return TargetStates.joined(TOKENS.shape, [(*part, each) for part, each in zip(parts, states, strict=True)])
+    parts = [(slice(None), slice(*part)) for part in pairwise([0, 1, 2, NUM_TOKENS])]
+    states = [target.forward(TOKENS[part], POSITIONS[part], cache).postnorm_states for part in parts]
+    return torch.cat(states, 1)[0]
 
 
 @pytest.mark.parametrize("family", tiers(WITH_WINDOWS, ["gemma3_text"]))
-def test_a_window_left_out_or_off_by_one_shows_behind_it(target_of: Callable[[str], Target], family: str) -> None:
-    right = target_of(family)
+def test_a_window_left_out_or_off_by_one_shows_behind_it(tmp_path: Path, family: str) -> None:
+    right = load_target(make_target(tmp_path, *FAMILIES[family]), torch.float32, CPU)
     assert {mask.window for mask in right.form.masks if mask} - {None} == {WINDOW}
-    expected, wrong = read_in_parts(right, 1).postnorm_states[0], Target(right.model)
+    expected, wrong = read_in_parts(right), Target(right.model)
     for window in (None, WINDOW - 1, WINDOW + 1):
         masks = tuple(MaskOf(mask and mask.window and window) for mask in right.form.masks)
         wrong.form = replace(right.form, masks=masks)
-        states, first_wrong = read_in_parts(wrong, 1).postnorm_states[0], min(WINDOW, window or WINDOW)
+        states, first_wrong = read_in_parts(wrong), min(WINDOW, window or WINDOW)
         assert torch.equal(states[:first_wrong], expected[:first_wrong])
         assert ((states - expected).abs().amax(-1)[first_wrong:] > 1e-5).all()
 
@@ -104,27 +91,17 @@ def test_windows_and_chunks_count_positions_at_the_second_depth_of_a_tree_too(ki
     assert seen is not None and torch.equal(seen, mask & (distances < (kind.window or 8)))
 
 
-WEIGHT, BIAS = torch.randn(24, 48), torch.randn(24)
-
-
-def test_the_product_and_its_gradient_are_torchs_own() -> None:
-    for bias in (None, BIAS):
-        for shape in ((1,), (2,), (1, 5), (2, 3), (MOST_ROWS,), (MOST_ROWS + 1,), (3, 20)):
+def test_the_product_and_its_gradient_are_torchs_own_and_a_target_uses_it(tiny_target: Path) -> None:
+    weight = torch.randn(24, 48)
+    for bias in (None, torch.randn(24)):
+        for shape in ((1,), (1, 5), (MOST_ROWS,), (MOST_ROWS + 1,), (3, 20)):
             rows = torch.randn(*shape, 48, requires_grad=True)
             with torch.no_grad():
-                torch.testing.assert_close(FrozenLinear(WEIGHT, bias)(rows.detach()), F.linear(rows, WEIGHT, bias))
-            FrozenLinear(WEIGHT, bias)(rows).sum().backward()
+                torch.testing.assert_close(FrozenLinear(weight, bias)(rows.detach()), F.linear(rows, weight, bias))
+            FrozenLinear(weight, bias)(rows).sum().backward()
             assert rows.grad is not None
-            torch.testing.assert_close(rows.grad, WEIGHT.sum(0).expand(*shape, 48))
-
-
-def test_layers_and_lm_head_of_a_target_use_it(tiny_target: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    target, tokens = load_target(tiny_target, torch.float32, torch.device("cpu")), torch.arange(4)[None]
-    with torch.no_grad():
-        states = target.forward(tokens, tokens, PositionCache(8))
-        logits = target.logits(states.postnorm_states)
-        torch.testing.assert_close(logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(rows.grad, weight.sum(0).expand(*shape, 48))
+    target = load_target(tiny_target, torch.float32, CPU)
     linears = [module.forward for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
     assert all(isinstance(linear, FrozenLinear) and linear._packed is not None for linear in linears)
     assert target._output._packed is not None
