@@ -36,7 +36,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import data_prep  # noqa: F401
 import eval  # noqa: F401
-from mtptrain import stage_dir
 from mtptrain.cli.mistakes import CONFIG_GROUPS
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
@@ -44,7 +43,6 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.settings.hardware import this_machine
 from mtptrain.target.model import Target
-from mtptrain.utils.files import write_json
 from tests.programs import StartedProgram, module_command
 
 # A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
@@ -232,17 +230,6 @@ def user_warnings() -> Iterator[list[warnings.WarningMessage]]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         yield found
-
-
-@pytest.fixture
-def interrupt_after_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Returns a function after whose call programs of this process stop as soon as they have written `stage.json`."""
-
-    def interrupted(*arguments: Any) -> None:
-        write_json(*arguments)
-        raise KeyboardInterrupt
-
-    return lambda: monkeypatch.setattr(stage_dir, "write_json", interrupted)
 
 
 @pytest.fixture(scope="session")

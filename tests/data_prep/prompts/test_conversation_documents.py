@@ -1,7 +1,6 @@
 """Tests that conversations become documents with supervised answers, and that each question is in one split only."""
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_outpu
 def counted(report: PromptsReport, *names: str) -> list[int]:
     assert report.counts.keys() <= COUNTS.keys()
     return [report.counts[name] for name in names]
-
-
-def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: ConfigFor) -> None:
-    config = chat_config([chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)])
-    prepare_prompts(Run(config))
-    sides = defaultdict[int, set[Split]](set)
-    for name, [(entry, _, _)] in read_output(config).items():
-        sides[int(name.removeprefix("abc_")) % 20].add(entry.split)
-    assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
-    assert {split for side in sides.values() for split in side} == set(Split)
 
 
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: ConfigFor) -> None:

@@ -18,6 +18,7 @@ ChatConfig = Callable[..., PipelineConfig]
 def refusal(config: PipelineConfig) -> str:
     with pytest.raises(ValueError) as refused:
         prepare_prompts(Run(config))
+    assert not (config.stage_dir("prompts") / "manifest.json").exists()
     return str(refused.value)
 
 

@@ -1,7 +1,7 @@
 """Tests that text files become complete, distinct and ordered documents within the configured limits."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +11,11 @@ from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.files import write_json
 from tests.conftest import make_target, make_tokenizer
 from tests.data_prep.prompts.documents import FILES, ConfigFor, read_output, read_texts
 
-DATA_FILES = [
-    *("documents.jsonl", "manifest.json", "report.json", "train.safetensors", "validation.safetensors"),
-]
+DATA_FILES = ("documents.jsonl", "manifest.json", "report.json", "train.safetensors", "validation.safetensors")
 
 
 def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name(
@@ -68,7 +67,7 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
 
 
 def test_a_second_run_replaces_the_first_with_the_same_bytes_and_one_killed_meanwhile_leaves_no_manifest(
-    text_config: ConfigFor, capsys: pytest.CaptureFixture[str], interrupt_after_config: Callable[[], None]
+    text_config: ConfigFor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = text_config()
     stage_dir = config.stage_dir("prompts")
@@ -79,11 +78,16 @@ def test_a_second_run_replaces_the_first_with_the_same_bytes_and_one_killed_mean
     first = {name: (stage_dir / name).read_bytes() for name in DATA_FILES}
     prepare_prompts(Run(config))
     assert {name: (stage_dir / name).read_bytes() for name in DATA_FILES} == first
-    interrupt_after_config()  # otherwise `mtptrain run` would take what the old settings made for that of the new ones
+
+    def interrupted(*arguments: Any) -> None:
+        write_json(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mtptrain.stage_dir.write_json", interrupted)  # right after it has written `stage.json`
     with pytest.raises(KeyboardInterrupt):
         prepare_prompts(Run(text_config("seed=5")))
     assert '"seed": 5' in (stage_dir / "stage.json").read_text()
-    assert not (stage_dir / "manifest.json").exists()
+    assert not (stage_dir / "manifest.json").exists(), "it is of the old settings"
 
 
 def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_validation_split(

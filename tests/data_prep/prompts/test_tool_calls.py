@@ -12,6 +12,7 @@ from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, read_texts
 from tests.data_prep.speaking import fake_server, make_speaking_target
+from tests.data_prep.templates import refusal
 from tests.mtptrain.data.test_tool_calls import PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -49,16 +50,13 @@ def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a
         assert supervised == GENERATED + "Sunny.<|end|>"
 
 
-def test_what_the_template_leaves_out_of_tools_refuses_the_rows(chat_config: ConfigFor, tmp_path: Path) -> None:
-    plain = [{"messages": [{"role": "user", "content": f"q {i}"}, PARSED[-1]]} for i in range(12)]
+def test_what_the_template_leaves_out_of_tools_refuses_the_conversation() -> None:
     for template, dropped in (
         (QWEN[QWEN.index("{% for m in messages %}") :], "tools"),
         (QWEN.replace("m.tool_calls or []", "[]"), "a tool call"),
         (QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"), "a tool message"),
     ):
-        target = make_target(tmp_path / dropped, chat_template=template, max_position_embeddings=2048)
-        [refused] = prepare_prompts(Run(chat_config([*rows(), *plain], f"target.path='{target}'"))).refused
-        assert (refused.reason, refused.count) == (f"{dropped} that the chat template does not render", 18)
+        assert refusal(template, PARSED) == f"{dropped} that the chat template does not render"
 
 
 def test_the_target_answers_with_the_tools_in_its_prompt_and_its_calls_are_supervised(

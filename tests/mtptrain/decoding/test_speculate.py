@@ -117,18 +117,6 @@ def test_one_new_token_needs_no_round_and_padding_of_a_draft_is_not_accepted(tar
     assert (accepted.count.item(), accepted.bonus.item()) == (1, 0), "padding is not accepted even if it is right"
 
 
-def test_the_branch_of_a_tree_that_the_target_chooses_is_kept() -> None:
-    """The tree has the branches (5, 0, 4), (6, 7) and (6, 8, 9). The target chooses 6, then 8, then 3.
-
-    It would choose 0 and 4 after 5, which is wrong itself."""
-    tokens, parents = torch.tensor([[5, 6, 7, 8, 9, 0, 4]]), torch.tensor([[-1, -1, 1, 1, 3, 0, 5]])
-    draft = Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), parents=parents)
-    chosen = torch.tensor([[6, 0, 8, 0, 3, 4, 4, 1]])  # after the newest token and after 5, 6, 7, 8, 9, 0, 4
-    accepted = accept_chosen(draft, chosen, draft.ancestors(), 3)
-    assert (accepted.count.item(), accepted.bonus.item()) == (2, 3)
-    assert accepted.branch[0, :3].tolist() == [0, 2, 4]
-
-
 def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_occurrence() -> None:
     tokens = [1, 2, 3, 9, 8, 2, 3, 7, 6, 5, 1, 2, 3]
     look_up = PromptLookupDrafter(3)._look_up

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,22 +50,6 @@ def test_every_document_comes_once_window_after_window() -> None:
 
 
 @contextmanager
-def most_shards(store_dir: Path) -> Iterator[list[int]]:
-    """Counts the finished shards of a store in a thread, and yields a list of counts."""
-    counts, is_over = [0], threading.Event()
-
-    def count() -> None:
-        while not is_over.wait(0.005):
-            counts.append(len(list(store_dir.glob("shard_*.safetensors"))))
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    yield counts
-    is_over.set()
-    thread.join()
-
-
-@contextmanager
 def running(run: Run, *settings: str) -> Iterator[list[StartedProgram]]:
     """Starts extraction and training, and kills both at the end of the block."""
     programs = [start_program(name, *run[1], *settings) for name in ("hidden-states", "train")]
@@ -83,13 +68,17 @@ def stream_run(tiny_run: Run, tmp_path: Path) -> Run:
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides, *STREAMED)
 
 
-def stream(run: Run) -> list[float]:
-    """Runs extraction and training until both end, and checks that they leave no shard. Returns the losses."""
+def stream(run: Run, most_shards: int = sys.maxsize) -> list[float]:
+    """Runs extraction and training until both end, and checks how many shards they have. Returns the losses."""
+    store_dir = run[0] / "hidden_states"
     with running(run) as programs:
+        while any(program.is_running for program in programs):
+            assert len(list(store_dir.glob("shard_*.safetensors"))) <= most_shards
+            time.sleep(0.005)
         for program in programs:
             result = program.result()
             assert result.returncode == 0, result.stderr[-3000:]
-    assert not list((run[0] / "hidden_states").glob("shard_*")), "every shard must be deleted after training"
+    assert not list(store_dir.glob("shard_*")), "every shard must be deleted after training"
     return losses(run[0])
 
 
@@ -105,12 +94,9 @@ def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> Non
 
 
 def test_a_streamed_run_trains_on_every_document_with_a_bounded_store(stream_run: Run) -> None:
-    store_dir = stream_run[0] / "hidden_states"
-    with most_shards(store_dir) as counts:
-        trained = stream(stream_run)
-    num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
+    trained = stream(stream_run, most_shards=OPEN_WINDOWS * 2)
+    num_windows = json.loads((stream_run[0] / "hidden_states" / STREAM).read_text())["released_windows"]
     assert num_windows > OPEN_WINDOWS, "the open windows must not hold the whole store"
-    assert 0 < max(counts) <= OPEN_WINDOWS * 2
     assert len(trained) > num_windows and trained[-1] < 0.9 * trained[0]
 
 
