@@ -102,7 +102,7 @@ def test_a_data_set_that_cannot_be_loaded_or_has_a_row_that_cannot_is_named(monk
     for loaded, message in (
         (
             [HTTPError("403 Forbidden")],
-            "'a/set' is not a file, and its split 'test' cannot be loaded .*: 403 Forbidden;",
+            "'a/set' is not a file, and its split 'test' cannot be loaded .*: 403 For",
         ),
         ([broken], r"a/set: every row must be readable, but one is not \('utf-8' codec"),
     ):

@@ -15,7 +15,6 @@ from data_prep.draft_vocab import (
     special_token_ids,
 )
 from data_prep.prompts import prepare_prompts
-from mtptrain.config import PipelineConfig
 from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoredDocument
@@ -29,14 +28,6 @@ from tests.data_prep.prompts.documents import ConfigFor
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]")
 SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_fraction=0.2", "head.draft_vocab_size=40")
-
-
-@pytest.fixture
-def config(tmp_path: Path, config_for: ConfigFor) -> PipelineConfig:
-    """Returns the config of a run with finished prompts, for a head with 40 of the target's 260 tokens."""
-    config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
-    prepare_prompts(Run(config))
-    return config
 
 
 def drafts_of_training(documents: Documents) -> Counter[int]:
@@ -76,8 +67,11 @@ def test_special_tokens_are_the_tokenizers_and_those_that_stop_the_target(tmp_pa
 
 
 def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(
-    config: PipelineConfig,
+    tmp_path: Path, config_for: ConfigFor
 ) -> None:
+    """The head drafts 40 of the target's 260 tokens."""
+    config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
+    prepare_prompts(Run(config))
     manifest = prepare_draft_vocab(Run(config))
     prompts_dir = config.stage_dir("prompts")
     d2t = read_draft_vocab(config.stage_dir("draft_vocab"), 40, 260, file_sha256(prompts_dir / "train.safetensors"))

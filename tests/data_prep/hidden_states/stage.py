@@ -48,7 +48,3 @@ def overrides_of(config: PipelineConfig) -> list[str]:
         f"target.path={config.target.path}",
         *(f"hidden_states.{name}={getattr(settings, name)}" for name in ("shard_tokens", "store_dtype")),
     ]
-
-
-def interrupt(*args: object) -> None:
-    raise KeyboardInterrupt

@@ -20,7 +20,6 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from tests.conftest import run_program, start_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
-from tests.programs import StartedProgram
 from tests.sealed import flip_bit
 
 
@@ -73,10 +72,8 @@ def test_parts_run_concurrently_and_the_last_one_finishes_the_store(
     unfinished = "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts"
     assert unfinished in capsys.readouterr().out
     shutil.rmtree(config.stage_dir("hidden_states"))
-    parts: list[StartedProgram] = []
-    for part in range(3):
-        settings = (f"hidden_states.part={part}", "hidden_states.num_parts=3")
-        parts.append(start_program("hidden-states", *overrides_of(config), *settings))
+    overrides = (*overrides_of(config), "hidden_states.num_parts=3")
+    parts = [start_program("hidden-states", *overrides, f"hidden_states.part={part}") for part in range(3)]
     assert [part.result().returncode for part in parts] == [0, 0, 0]
     assert read_store(config.stage_dir("hidden_states")) == files
 

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from tests.data_prep.hidden_states.stage import (
     LENGTHS,
     ONE_RANK,
     ConfigFor,
-    interrupt,
     make_documents,
     read_store,
     write_prompts,
@@ -103,7 +103,9 @@ def test_prompts_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "announce", interrupt)  # comes before anything is computed
+    monkeypatch.setattr(
+        hidden_states, "announce", Mock(side_effect=KeyboardInterrupt)
+    )  # comes before anything is computed
     with (
         pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
         pytest.raises(KeyboardInterrupt),

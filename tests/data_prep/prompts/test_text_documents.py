@@ -38,18 +38,16 @@ def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name
     manifest = PromptsManifest.read(config.stage_dir("prompts"))
     all_entries = DocumentEntry.read_all(config.stage_dir("prompts"))
     assert [entry.id for entry in all_entries] == list(range(len(all_entries)))
-    for split, counts in (
-        (Split.train, (manifest.train_documents, manifest.train_tokens)),
-        (Split.validation, (manifest.validation_documents, manifest.validation_tokens)),
-    ):
+    for split in Split:
         written = Documents.load(config.stage_dir("prompts") / split.filename)
+        sizes = (len(written), len(written.input_ids))
         assert np.all(np.diff(written.document_ids) > 0)
-        assert (len(written), len(written.input_ids)) == counts
+        assert (getattr(manifest, f"{split}_documents"), getattr(manifest, f"{split}_tokens")) == sizes
         reported = [
             report.counts[f"{split}_{name}"] for name in ("documents", "tokens", "supervised_tokens", "longest")
         ]
-        assert reported == [*counts, counts[1], max(written.lengths)]
-        assert counts[1] == sum(entry.tokens for entry in all_entries if entry.split is split)
+        assert reported == [*sizes, sizes[1], max(written.lengths)]
+        assert sizes[1] == sum(entry.tokens for entry in all_entries if entry.split is split)
     assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
     assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)
 

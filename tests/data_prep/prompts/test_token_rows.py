@@ -1,6 +1,5 @@
 """Tests that rows that are tokenized already are written as they are, after a check of lengths and ids."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +8,30 @@ from datasets import Dataset
 
 from data_prep.prompt_sources import read_tokens
 from data_prep.prompts import prepare_prompts
-from mtptrain.config import PipelineConfig
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.run import Run
 from tests.data_prep.prompts.documents import ConfigFor, read_output
 
+TOKENS = "prompts.source=tokens"
 ROWS: list[dict[str, Any]] = [
     {"id": f"row{i}", "input_ids": [i, 7, 8, 9 + i % 2, 9], "loss_mask": [0, 0, 1, 1, 1]} for i in range(24)
 ]
 
 
-@pytest.fixture
-def tokens_config(tmp_path: Path, config_for: ConfigFor) -> ConfigFor:
-    """Returns a function that makes a config for a file of the given rows."""
-
-    def build(rows: list[Any], suffix: str = "jsonl") -> PipelineConfig:
-        path = tmp_path / f"tokens.{suffix}"
-        if suffix == "parquet":
-            Dataset.from_list(rows).to_parquet(path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return config_for("prompts.source=tokens", "prompts.validation_fraction=0.3", f"prompts.paths=[{path}]")
-
-    return build
-
-
-def test_tokens_and_masks_are_written_as_they_are(tokens_config: ConfigFor) -> None:
+def test_tokens_and_masks_are_written_as_they_are(chat_config: ConfigFor, tmp_path: Path) -> None:
     rows = [{**row, "loss_mask": [bool(x) for x in row["loss_mask"]]} if i % 2 else row for i, row in enumerate(ROWS)]
-    for given, suffix in ((rows, "jsonl"), (ROWS, "parquet")):
-        config = tokens_config(given, suffix)
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    for paths in ((), (f"prompts.paths=[{tmp_path}/rows.parquet]",)):
+        config = chat_config(rows, TOKENS, *paths)
         report = prepare_prompts(Run(config))
         written = {name: (tokens, mask) for name, [(_, tokens, mask)] in read_output(config).items()}
         assert written == {row["id"]: (row["input_ids"], row["loss_mask"]) for row in ROWS}
         assert report.counts["train_supervised_tokens"] + report.counts["validation_supervised_tokens"] == 24 * 3
 
 
-def test_answers_to_one_prompt_stay_in_one_split_and_copies_are_left_out(tokens_config: ConfigFor) -> None:
+def test_answers_to_one_prompt_stay_in_one_split_and_copies_are_left_out(chat_config: ConfigFor) -> None:
     rows = [{"input_ids": [i % 10, 7, 8 + i // 10, 9], "loss_mask": [0, 0, 1, 1]} for i in range(40)]
-    config = tokens_config([*rows, rows[0]])
+    config = chat_config([*rows, rows[0]], TOKENS)
     report = prepare_prompts(Run(config))
     splits: dict[int, set[str]] = {}
     for [(entry, tokens, _)] in read_output(config).values():
@@ -55,13 +40,13 @@ def test_answers_to_one_prompt_stay_in_one_split_and_copies_are_left_out(tokens_
     assert (report.counts["questions"], report.counts["copies"]) == (10, 1)
 
 
-def test_rows_that_cannot_be_used_are_counted_by_reason(tokens_config: ConfigFor) -> None:
+def test_rows_that_cannot_be_used_are_counted_by_reason(chat_config: ConfigFor) -> None:
     short = {"input_ids": [1, 2], "loss_mask": [1]}
-    report = prepare_prompts(Run(tokens_config([*ROWS, short, {**short, "note": "x"}])))
+    report = prepare_prompts(Run(chat_config([*ROWS, short, {**short, "note": "x"}], TOKENS)))
     [refused] = report.refused
     assert (refused.reason, refused.count) == ("input_ids and masks of different lengths", 2)
-    with pytest.raises(ValueError, match=r"vocab_size 260, but .*tokens\.jsonl:25 has 260; the tokenizer, or the data"):
-        prepare_prompts(Run(tokens_config([*ROWS, {"input_ids": [1, 260, 3], "loss_mask": [0, 1, 1]}])))
+    with pytest.raises(ValueError, match=r"vocab_size 260, but .*chats\.jsonl:25 has 260; the tokenizer, or the data"):
+        prepare_prompts(Run(chat_config([*ROWS, {"input_ids": [1, 260, 3], "loss_mask": [0, 1, 1]}], TOKENS)))
 
 
 def test_a_row_of_tokens_that_cannot_be_used_is_refused_with_the_reason() -> None:

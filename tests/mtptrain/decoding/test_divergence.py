@@ -24,12 +24,6 @@ def ours(target: Target, head: Head) -> list[Generation]:
     return decode(target, HeadDrafter(head, target.parts, DRAFTS), PROMPTS)
 
 
-def rejected_rounds(generation: Generation) -> list[int]:
-    """Returns the accepted drafts of each round: always 0, because the random head is never right."""
-    assert sum(generation.accepted_at) == 0
-    return [0] * generation.rounds
-
-
 def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logits(
     target: Target, ours: list[Generation]
 ) -> None:
@@ -52,7 +46,8 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
 def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
     target: Target, head: Head, ours: list[Generation]
 ) -> None:
-    theirs = [rejected_rounds(generation) for generation in ours]
+    assert not any(sum(generation.accepted_at) for generation in ours), "the random head is never right"
+    theirs = [[0] * generation.rounds for generation in ours]
     assert first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, theirs) is None
     theirs[2] = [0, 0, 2, *theirs[2][5:]]  # the engine accepted two drafts in the third round
     found = first_draft_divergence(target, head, DRAFTS, PROMPTS, ours, theirs)

@@ -3,7 +3,6 @@
 A draft of token j at depth k counts only if tokens j-1-k to j lie in one generated span.
 """
 
-from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 
 from mtptrain.hidden_states.fp8 import decode, encode
-from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.hidden_states.store import HiddenStore, StoredDocument
 from mtptrain.training.batches import BatchSchedule, make_batch
 from mtptrain.training.step_packing import PAIR_COST, TOKEN_COST, shard_costs
+from tests.mtptrain.hidden_states.small_store import make_store
 
 T = 4
 
@@ -98,26 +98,14 @@ def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens() -
         assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i] for i in order]))
 
 
-class Store:
-    """Holds documents of 5 to 14 tokens in memory."""
-
-    directory, order = Path("in memory"), None
-
-    def __init__(self) -> None:
-        self.documents = [document(i, [1] * (5 + i % 10)) for i in range(40)]
-        self.document_lengths = np.array([len(document.input_ids) for document in self.documents])
-        self.document, self.close = self.documents.__getitem__, lambda: None
-
-    def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        masks = [document.loss_mask for document in self.documents]
-        yield np.concatenate(masks), np.cumsum([0, *self.document_lengths])
-
-
-def test_the_batches_of_a_schedule_are_those_of_their_documents() -> None:
+def test_the_batches_of_a_schedule_are_those_of_their_documents(tmp_path: Path) -> None:
     """Those for a GPU are made one step ahead."""
-    store = Store()
+    make_store(tmp_path)
+    store = HiddenStore.open(tmp_path)
     for for_gpu in (False, True):
-        schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
-        for batch in chain(*schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1)):
-            alone = make_batch([store.documents[i] for i in batch.document_ids], T)
+        schedule = BatchSchedule(store, T, 32, 1, seed=0, for_gpu=for_gpu)
+        batches = list(chain(*schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1)))
+        assert len(batches) > 5
+        for batch in batches:
+            alone = make_batch([store.document(i - 100) for i in batch.document_ids], T)
             assert torch.equal(batch.hidden_states, alone.hidden_states)
