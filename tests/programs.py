@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -98,6 +98,14 @@ class StartedProgram:
         if codes is None:
             raise subprocess.TimeoutExpired(self.command, TIMEOUT_S, output, errors)
         return subprocess.CompletedProcess(self.command, next(filter(None, codes), 0), output, errors)
+
+
+def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> None:
+    """Wait for something that these programs must reach before they end."""
+    while not is_reached():
+        for program in programs:
+            assert program.is_running, program.result().stderr[-3000:]
+        time.sleep(0.001)
 
 
 def run_ranks(program: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -12,8 +12,7 @@ from huggingface_hub.errors import HTTPError
 
 from data_prep import conversations
 from data_prep.conversations import read_conversations
-from mtptrain.config import ConversationSchema
-from mtptrain.data.rows import RowFormat, parse_row
+from mtptrain.data.rows import parse_row
 from mtptrain.utils.errors import UserError
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
@@ -84,16 +83,6 @@ def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: P
         f"prompts.paths: every file must hold at least one usable row, but {path} holds none of 3, 2 refused (no column"
         " messages or conversations or conversation, but prompt), 1 refused (unknown role 'narrator'); convert the data"
     )
-
-
-def test_a_system_prompt_in_a_column_distinguishes_questions_and_a_named_schema_is_required(tmp_path: Path) -> None:
-    column, message = {"system_prompt": "Be kind."}, {"from": "system", "value": "Be kind."}
-    inside = {"conversations": [message, *SHAREGPT["conversations"]]}
-    path = write(tmp_path / "chats.jsonl", SHAREGPT, {**SHAREGPT, **column}, inside)
-    plain, by_column, by_message = read_conversations([path], RowFormat(ConversationSchema.sharegpt)).groups
-    assert plain != by_column == by_message
-    with pytest.raises(ValueError, match="messages must have keys role, content, but one has keys from, value"):
-        read_conversations([path], RowFormat(ConversationSchema.messages))
 
 
 def test_a_data_set_that_cannot_be_loaded_or_has_a_row_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

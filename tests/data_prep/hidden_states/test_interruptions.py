@@ -1,7 +1,6 @@
 """Tests that resumed runs and concurrent parts write the same store as an undisturbed run, and the check of a store."""
 
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from tests.conftest import run_program, start_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
+from tests.programs import wait_until
 from tests.sealed import flip_bit
 
 
@@ -38,13 +38,8 @@ def shards_of(config: PipelineConfig) -> list[Path]:
 
 def kill_after(config: PipelineConfig, num_ranks: int, num_shards: int) -> None:
     """Starts the program, and kills all ranks once so many shards exist."""
-    program, deadline = (
-        start_program("hidden-states", *overrides_of(config), num_ranks=num_ranks),
-        time.monotonic() + 120,
-    )
-    while len(shards_of(config)) < num_shards:
-        assert program.is_running and time.monotonic() < deadline, program.errors_so_far()
-        time.sleep(0.0005)
+    program = start_program("hidden-states", *overrides_of(config), num_ranks=num_ranks)
+    wait_until(lambda: len(shards_of(config)) >= num_shards, program)
     program.kill()
     assert not (config.stage_dir("hidden_states") / "manifest.json").exists(), "the run must be killed before its end"
 

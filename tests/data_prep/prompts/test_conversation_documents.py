@@ -1,8 +1,6 @@
 """Tests that conversations become documents with supervised answers, and that each question is in one split only."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,29 +91,3 @@ def test_rewritten_answers_are_written_beside_their_conversation_counted_cut_and
     assert 900 < limited.counts["train_tokens"] <= 1000
     kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
     assert limited.counts["beyond_max_train_tokens"] == 20 - len(kept) > 1
-
-
-def said(*turns: tuple[str, str], keys: tuple[str, str] = ("role", "content")) -> list[dict[str, str]]:
-    return [dict(zip(keys, turn, strict=True)) for turn in turns]
-
-
-def test_one_file_may_mix_schemas_and_names_of_roles(chat_config: ConfigFor) -> None:
-    def row(i: int) -> dict[str, Any]:
-        own, keys = (("client", f"q {i}"), ("bot", f"a {i}")), ("from", "value")
-        shapes: list[dict[str, Any]] = [
-            {"messages": said(("user", f"q {i}"), ("assistant", f"a {i}"))},
-            {"conversations": said(("human", f"q {i}"), ("gpt", f"a {i}"), keys=keys)},
-            {"conversation": said(*own)},
-            {"conversations": json.dumps(said(*own, keys=keys))},
-        ]
-        return {"id": f"c{i}", "note": i, **shapes[i % 4]}
-
-    rows = [row(i) for i in range(20)]
-    config = chat_config(rows, "+prompts.roles={bot: assistant, client: user}")
-    report = prepare_prompts(Run(config))
-    assert (report.refused, report.passed_over) == ([], ["note"])
-    assert read_texts(config) == {
-        f"c{i}": [(f"<user>q {i}<|end|><assistant>a {i}<|end|>", f"a {i}<|end|>")] for i in range(20)
-    }
-    refused = prepare_prompts(Run(chat_config(rows))).refused
-    assert [(group.reason, group.count) for group in refused] == [("unknown role 'client'", 10)]

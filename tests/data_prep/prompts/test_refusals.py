@@ -72,10 +72,11 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
 
 def test_refused_and_untrained_answers_and_dates_are_reported(chat_config: ChatConfig, tmp_path: Path) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
-    row["messages"][1]["weight"] = 0
+    row["messages"][1]["weight"], row["note"] = 0, "x"
     odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
     config = chat_config([*CHATS, *odd, row])
     report = prepare_prompts(Run(config))
+    assert report.passed_over == ["note"]
     reasons = {group.reason: group.count for group in report.refused}
     assert (reasons, report.counts["items"]) == ({"unknown role 'narrator'": 1, "no assistant turn": 1}, 23)
     assert report.refused[0].first[0].endswith("chats.jsonl:21")

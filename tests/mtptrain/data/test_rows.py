@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mtptrain.config import ConversationSchema
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.rows import RowFormat, parse_row
 
@@ -54,6 +55,17 @@ def test_what_is_empty_or_not_read_changes_nothing() -> None:
         ({"messages": [QUESTION, SHAREGPT[1]]}, set()),
     ):
         assert parse_row(odd) == (PARSED, passed_over)
+
+
+def test_every_schema_and_the_names_of_roles_that_the_settings_give_are_read() -> None:
+    own = [{"role": "client", "content": "hi"}, {"role": "bot", "content": "yes"}]
+    roles = RowFormat(roles={"bot": "assistant", "client": "user"})
+    mixed = [{"from": "client", "value": "hi"}, SHAREGPT[1]]
+    for odd in (row(), {"messages": own}, {"conversation": own}, {"conversations": mixed}):
+        assert parse_row(odd, roles)[0] == PARSED
+    assert refusal({"messages": own}) == "unknown role 'client'"
+    other_keys = refusal({"conversations": SHAREGPT}, RowFormat(ConversationSchema.messages))
+    assert other_keys == "messages must have keys role, content, but one has keys from, value"
 
 
 def test_an_answer_that_is_not_to_be_trained_is_marked() -> None:

@@ -31,7 +31,7 @@ from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, Ranks, StopSi
 from mtptrain.utils.errors import UserError
 from tests.conftest import Run, start_program
 from tests.mtptrain.train.runs import copy_of, head_bytes, records
-from tests.programs import StartedProgram
+from tests.programs import StartedProgram, wait_until
 
 STREAMED = ("train.stream=true", "train.stream_shards=2", "hidden_states.shard_tokens=1500", "train.epochs=1")
 STREAMED += ("train.max_steps=0", "train.micro_batches_per_step=1", "deepspeed=zero0")
@@ -84,13 +84,6 @@ def stream(run: Run, most_shards: int = sys.maxsize) -> list[float]:
 
 def losses(run_dir: Path) -> list[float]:
     return [record["loss"] for record in records(run_dir)]
-
-
-def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> None:
-    while not is_reached():
-        for program in programs:
-            assert program.is_running, program.result().stderr[-3000:]
-        time.sleep(0.01)
 
 
 def test_a_streamed_run_trains_on_every_document_with_a_bounded_store(stream_run: Run) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from mtptrain.train import prepare
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from tests.conftest import Run, make_config, run_program
-from tests.programs import StartedProgram
+from tests.programs import StartedProgram, wait_until
 
 FP32 = "deepspeed.bf16.enabled=false"
 PLAIN_STEPS = ("train.micro_batches_per_step=4", "train.max_steps=12", "train.validation_prompts=0")
@@ -58,9 +57,7 @@ def copy_of(run: Run, directory: Path) -> Run:
 
 
 def wait_for_records(program: StartedProgram, run: Run, count: int) -> None:
-    while len(records(run[0])) < count:
-        assert program.is_running, program.result().stderr[-3000:]
-        time.sleep(0.01)
+    wait_until(lambda: len(records(run[0])) >= count, program)
 
 
 def refused(run: Run, *overrides: str, num_ranks: int = 1) -> str:

@@ -10,7 +10,6 @@ import torch
 
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
-    file_sha256,
     parse_json,
     read_json,
     refuse_lone_surrogates,
@@ -56,12 +55,6 @@ def test_a_file_that_is_too_large_to_be_an_output_is_kept_without_reading_it(tmp
     os.truncate(tmp_path / "a", 2**30 + 1)
     with pytest.raises(UserError, match=r"^--out: must be a new file or an earlier output of .* is something else;"):
         refuse_overwriting(tmp_path / "a", "--out", ["mark"])
-
-
-def test_the_hash_of_a_file_is_of_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    # The SHA-256 of "abc" is an example in FIPS 180-4.
-    assert file_sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 DAMAGES: list[Callable[[bytes], bytes]] = [
