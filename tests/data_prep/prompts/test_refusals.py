@@ -72,9 +72,9 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
 
 def test_refused_and_untrained_answers_and_dates_are_reported(chat_config: ChatConfig, tmp_path: Path) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
-    row["messages"][1]["weight"], row["note"] = 0, "x"
+    row["messages"][1]["weight"], row["messages"][0]["role"], row["note"] = 0, "client", "x"
     odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
-    config = chat_config([*CHATS, *odd, row])
+    config = chat_config([*CHATS, *odd, row], "+prompts.roles={client: user}")
     report = prepare_prompts(Run(config))
     assert report.passed_over == ["note"]
     reasons = {group.reason: group.count for group in report.refused}

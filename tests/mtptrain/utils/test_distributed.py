@@ -105,6 +105,7 @@ sys.exit(3 if sys.argv[1] == "fails" else 0)
 @pytest.mark.parametrize(
     ("argument", "code"),
     [
+        pytest.param("succeeds", 0, marks=pytest.mark.slow),
         pytest.param("fails", 3, marks=pytest.mark.slow),
         ("is killed", 128 + 9),
         ("is refused", 1),
