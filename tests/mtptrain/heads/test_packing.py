@@ -1,4 +1,4 @@
-"""Tests the order of packed tokens and keys, and how many kernels a packing needs.
+"""Tests how many kernels a packing needs.
 
 That kernels pair each draft position with the right tokens is shown by the tests of attention, `test_layers.py` and
 `test_dflash.py`.
@@ -10,15 +10,6 @@ import numpy as np
 
 from mtptrain.heads.packing import Packing
 from tests.mtptrain.heads.dense import seen_tokens
-
-
-def test_keys_are_in_an_order_in_which_few_are_copied() -> None:
-    packing = Packing.of_spans([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
-    assert packing.draft_positions.tolist() == [1, 2, 4, 6, 7]
-    assert packing.other_tokens.tolist() == [0, 5, 3], "no draft position sees token 3, so it must come last"
-    # Keys of others that are each read by one answer are read without a copy.
-    inside, before = Packing.of_spans([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
-    assert inside.queries == inside.keys == before.queries == slice(0, 8) and before.keys == slice(8, 8 + 4 + 3 + 1)
 
 
 def test_few_kernels_are_needed_for_many_answers_and_for_single_draft_positions() -> None:

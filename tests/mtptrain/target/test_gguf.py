@@ -1,7 +1,6 @@
 """Tests that a GGUF file is read as the model that llama.cpp serves, once, or refused before anything is written."""
 
 import re
-import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import LLAMA3_ROPE, cache_dir, gguf_of, read_header
+from mtptrain.target.gguf import LLAMA3_ROPE, gguf_of, read_header
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
@@ -147,7 +146,7 @@ def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target
 
 
 def test_a_file_is_dequantised_once_and_again_when_it_changes(
-    file: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(4) as pool:  # as ranks that come at once
         [directory] = set(pool.map(resolve_target, [str(file)] * 4))
@@ -158,7 +157,10 @@ def test_a_file_is_dequantised_once_and_again_when_it_changes(
     flip_bit(file)
     assert resolve_target(str(file)) != directory
     plain = file.rename(file.with_name("sha256-0123"))  # as Ollama names its files
-    assert resolve_target(str(plain)).name.startswith("sha256-0123-")
+    monkeypatch.delenv("MTPTRAIN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    directory = resolve_target(str(plain))
+    assert directory.parent == cache / "mtptrain/gguf" and directory.name.startswith("sha256-0123-")
 
 
 def test_what_a_kill_left_is_written_anew_and_a_copy_that_cannot_be_written_leaves_nothing(
@@ -175,15 +177,6 @@ def test_what_a_kill_left_is_written_anew_and_a_copy_that_cannot_be_written_leav
     temporary.mkdir()
     assert resolve_target(str(file)) == directory and logits_of(directory).shape == (1, 60, 260)
     assert not temporary.exists()
-
-
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_dir() == tmp_path / "cache"
-    for removed, place in (("MTPTRAIN_CACHE", "xdg/mtptrain"), ("XDG_CACHE_HOME", "home/.cache/mtptrain")):
-        monkeypatch.delenv(removed)
-        assert cache_dir() == tmp_path / place
 
 
 def test_an_engine_gets_the_copy_or_the_snapshot_of_a_revision(file: Path, tmp_path: Path) -> None:
@@ -241,7 +234,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
     ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window are not; choose"),
     ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
-    ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number above 0, but is nan"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but the library"),
@@ -252,7 +244,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but the library reports"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be gpt-2 or qwen2 or .*, but is 'falcon'; choose"),
-    ({"tokenizer.ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token must be False, but is True"),
     ({"tokenizer.ggml.eos_token_id": 260}, "tokenizer.ggml.eos_token_id must be below the number of tokens 260, but"),
     ({"tokenizer.ggml.token_type": [1] * 7}, "tokenizer.ggml.token_type must be one number for each of the 260 tokens"),
     ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, but is 5; download it again"),
@@ -269,12 +260,9 @@ def test_tokens_and_tensors_that_cannot_be_honoured_are_refused(tmp_path: Path, 
     file = write_gguf(tmp_path / "spaces.gguf", target, settings={"tokenizer.ggml.tokens": tokens})
     assert_refused(file, r"transformers must read the control token '<the user>' as 258, but reads it as \[")
     theta, (_, factors) = {"llama.rope.freq_base": 500000.0}, llama3_rope(8.0)
-    file = write_gguf(tmp_path / "right.gguf", target, settings=theta, tensors={"rope_freqs.weight": factors})
-    assert resolve_target(str(file)).is_dir()
-    shutil.rmtree(tmp_path / "cache")
     both = {**theta, "llama.rope.scaling.factor": 4.0}
     file = write_gguf(tmp_path / "both.gguf", target, settings=both, tensors={"rope_freqs.weight": factors})
     assert_refused(file, "rope_freqs.weight must be missing, as the settings say, but is")
-    for wrong in (np.linspace(1, 8, 8).astype(np.float32), factors[:4]):
-        file = write_gguf(tmp_path / "wrong.gguf", target, settings=theta, tensors={"rope_freqs.weight": wrong})
-        assert_refused(file, r"rope_freqs\.weight must hold the RoPE factors of Llama 3\.1 or later, but holds others")
+    wrong = {"rope_freqs.weight": np.linspace(1, 8, 8).astype(np.float32)}
+    file = write_gguf(tmp_path / "wrong.gguf", target, settings=theta, tensors=wrong)
+    assert_refused(file, r"rope_freqs\.weight must hold the RoPE factors of Llama 3\.1 or later, but holds others")

@@ -79,20 +79,16 @@ def place(target: Path) -> None:
 
 
 ROPE = {"rope_type": "default"}
-WINDOWS, FULL = ["sliding_attention", "full_attention"], ["full_attention"] * 2
 EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
 EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
-NO_WINDOWS = "transformers must implement the sliding windows of '{}', but .* remove sliding_window"
 NOT_READ = "the tokenizer must be readable by transformers, which reports"
-NO_MAP = f"/{INDEX}: must name the file of each tensor in weight_map, but does not"
 UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
 NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
 )
 NO_NORM = tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"})
-PARTIAL = "partial_rotary_factor must be 1, because transformers rotates whole attention heads"
 Cases = list[tuple[Damage, str]]
 IN_CONFIG: Cases = [
     (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
@@ -104,17 +100,18 @@ IN_CONFIG: Cases = [
     (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
     (change(head_dim=-2), "head_dim must be a whole number from"),
     (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
-    (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
     (both(write("generation_config.json", None), change(eos_token_id=500)), "/config.json: eos_token_id must be token"),
-    (change("generation_config.json", eos_token_id=[3, -1]), "/generation_config.json: eos_token_id must be token"),
     (change(model_type="gemma3_text", use_bidirectional_attention=True), "a token must not attend to later tokens, bu"),
-    (change(sliding_window=16), NO_WINDOWS.format("llama")),
-    (change(model_type="qwen3_moe", layer_types=WINDOWS), NO_WINDOWS.format("qwen3_moe")),
+    (
+        change(sliding_window=16),
+        "transformers must implement the sliding windows of 'llama', but .* remove sliding_window",
+    ),
     (change(model_type="evil", **EVIL_MODEL), "must be readable by transformers, which reports ValueError"),
     (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
-    (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
-    (change(model_type="gemma3_text", rope_parameters=..., layer_types=FULL, partial_rotary_factor=0.5), PARTIAL),
-    (change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}), PARTIAL),
+    (
+        change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor must be 1, because transf",
+    ),
 ]
 IN_TOKENIZER: Cases = [
     (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
@@ -138,9 +135,7 @@ IN_WEIGHTS: Cases = [
         r"lm_head\.weight must equal model\.embed_tokens\.weight, .* but differs",
     ),
     (NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not; download it again"),
-    (tensors(lambda old: {f"o.{name}": x for name, x in old.items()}), r"hold model\.embed_tokens\.weight, .*, but"),
     (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
-    (index({"weight_map": ["a"]}), NO_MAP),
     (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
     (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
     (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
@@ -154,7 +149,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (load_tokenizer, IN_TOKENIZER),
     (load_frozen_parts, IN_WEIGHTS),
     (load_whole, [(NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not")]),
-    (weights_fingerprint, [(index({}), NO_MAP)]),
+    (weights_fingerprint, [(index({}), f"/{INDEX}: must name the file of each tensor in weight_map, but does not")]),
     (
         load_last_layer,
         [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNQUANTISED.format(*[UP[:-7]] * 2))],
@@ -243,7 +238,6 @@ def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
     for error, reason in (
         (OSError(HUBS_ANSWER), r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."),
         (HTTPError("403 Forbidden"), "403 Forbidden"),  # of a proxy
-        (HTTPError(""), "HTTPError"),
     ):
         for name, find in (("snapshot_download", resolve_target), ("hf_hub_download", config_dir)):
             monkeypatch.setattr(f"mtptrain.target.hub.{name}", Mock(side_effect=error))
@@ -261,13 +255,10 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     size, cuda = (tiny_target / WEIGHTS).stat().st_size, torch.device("cuda")  # in fp32
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     message = r"must fit one device if several ranks share a machine, .*; start one process, .*validation_prompts=0"
-    properties = SimpleNamespace(total_memory=size)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(UserError, match=message):
         check_placement(tiny_target, torch.float32, cuda)
-    cases = ((size, "8", torch.bfloat16), (size, "1", torch.float32), (2 * size, "8", torch.float32))
-    for memory, num_ranks, dtype in cases:
-        properties.total_memory = memory
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
-        check_placement(tiny_target, dtype, cuda)
+    check_placement(tiny_target, torch.bfloat16, cuda)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_placement(tiny_target, torch.float32, cuda)
