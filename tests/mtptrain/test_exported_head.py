@@ -111,7 +111,7 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(tiny_target: Pa
     ):
         with pytest.raises(ValueError, match=message):
             build_head(config, target_config)
-    for size, heads, expected in ((2560, 32, 20), (5120, 64, 40), (4096, 32, 32), (256, 4, 4), (64, 1, 1)):
+    for size, heads, expected in ((2560, 32, 20), (4096, 32, 32)):
         target_config.hidden_size, target_config.num_attention_heads = size, heads
         assert head_dims(CONFIG, target_config).num_attention_heads == expected
     target_config.hidden_size = 96
@@ -145,11 +145,7 @@ def test_a_stored_head_has_defaults_for_newer_settings_and_is_refused_unless_it_
         save_head(head, state, CONFIG, {})
         with pytest.raises(UserError, match=rf"head: \S+ must hold {reason}.*; copy or download it again"):
             load_init(str(head), CONFIG, TargetFiles(tiny_target))
-    for content, message in (
-        ({}, "must have the entries head, but lacks head"),
-        ({"head": [1]}, r"head must be the settings of one of .*, but is \[1\]"),
-        ({"head": {"name": "none"}}, "head must be the settings of one of .*mtp"),
-    ):
-        write_sealed(head / "head.json", content)
-        with pytest.raises(UserError, match=rf"head\.json: {message}.*; copy it again, or train again"):
-            load_init(str(head), CONFIG, TargetFiles(tiny_target))
+    write_sealed(head / "head.json", {"head": [1]})
+    message = r"head\.json: head must be the settings of one of .*, but is \[1\].*; copy it again, or train again"
+    with pytest.raises(UserError, match=message):
+        load_init(str(head), CONFIG, TargetFiles(tiny_target))

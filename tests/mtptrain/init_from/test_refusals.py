@@ -9,12 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub.errors import HTTPError
 from safetensors.torch import load_file, save_file
 
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.start import load_init
-from mtptrain.settings.heads import Eagle3Config, HeadConfig, MtpConfig
+from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, MEDUSA, MTP, Changes, Stored, without
@@ -77,19 +76,15 @@ OF_KIND: dict[str, Refusals] = {
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false because engines draft nothing with"),
         (NEWEST | {"sample_from_anchor": False}, r"next must be the same as sample_from_anchor, false, but is true"),
         ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is"),
-        ({"block_size": 6}, r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
     ],
     "dspark": [
         ({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true as in head dspark"),
-        ({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)"),
         ({"markov_rank": 0}, r"enable_confidence_head must be false as in head dflash, but is true"),
         ({"dflash_config": {"attention_mode": "mla"}}, r"dflash_config\.attention_mode must be gqa or mha"),
     ],
     "dflash2": [
         ({"dflash_config": {"output_multiplier": 2.0}}, r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\."),
-        ({"dflash_config": {"selector_top_k": 6}}, r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top"),
-        ({"sample_from_anchor": True}, r"sample_from_anchor must be false"),
     ],
 }
 
@@ -148,10 +143,8 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
         r"head\.num_attention_heads=1 head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 "
         r"head\.draft_vocab_size=48 head\.capture_layers=\[1,2\], or choose another head"
     )
-    other = Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48, norm_output=True, intermediate_size=32)
     cases: list[tuple[str, HeadConfig, str]] = [
         ("eagle3", MTP, whole),
-        ("eagle3", other, r"; set head\.intermediate_size=96 head\.norm_output=false, or choose another head"),
         ("medusa", replace(MEDUSA, fc_bias=False, num_layers=1), r"; set head\.num_layers=2 head\.fc_bias=true"),
         ("mimo", MtpConfig(), rf"; set {MIMO_ARGUMENTS}, or choose"),
         ("dspark", DFLASH, r"head \(dspark there, dflash here\)"),
@@ -163,12 +156,10 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
 def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str, Stored]) -> None:
     target = TargetFiles(heads["eagle3"].target_dir)
     missing = r"weights must be safetensors files, but .* does not exist; convert or download"
-    for path, message in (
-        (tmp_path / "none", r"head\.init_from: must be a local directory or a hub name, but '.*none' is not"),
-        (tmp_path, missing),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_init(str(path), MTP, target)
+    with pytest.raises(UserError, match=r"head\.init_from: must be a local directory or a hub name, but '.*none' is"):
+        load_init(f"{tmp_path}/none", MTP, target)
+    with pytest.raises(UserError, match=missing):
+        load_init(str(tmp_path), MTP, target)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"must hold head\.json or config\.json, but .* has neither"):
         load_init(str(tmp_path), MTP, target)
@@ -177,13 +168,11 @@ def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str
     none = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": []}
     index, quantised = "model.safetensors.index.json", "hf_quant_config.json"
     cases: list[tuple[str, Any, str | None]] = [
-        (index, {"weight_map": {"fc.weight": 1}}, r"index\.json: must name the file of each tensor in weight_map, .*"),
         (index, {"weight_map": {"fc.weight": "absent.safetensors"}}, r"must have either model\.safetensors or model"),
         (index, {"weight_map": dict.fromkeys(weights, "model.safetensors")}, None),
         ("mask_embedding.pt", {}, r"mask_embedding\.pt: must not exist, because head dflash takes the embedding"),
         (quantised, {"quantization": none}, None),
         (quantised, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, r"name no quantisation, .*F"),
-        (quantised, {"quantization": 8}, r"hf_quant_config\.json: must name no quantisation, .* but has .*8"),
     ]  # fmt: skip
     for name, content, message in cases:
         beside = head.directory / name
@@ -195,12 +184,9 @@ def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str
 
 
 def test_a_head_that_cannot_be_downloaded_is_refused(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reasons are those of a target, see test_refused_targets.py."""
     gated = OSError("401 Client Error.\n\nCannot access gated repo for url https://hub/no/head.")
-    for error, reason in (
-        (TimeoutError(), "TimeoutError; correct the path"),
-        (gated, r"401 .* gated repo for url https://hub/no/head\.; correct the path, log in with `hf auth login` if"),
-        (HTTPError("403 Forbidden"), "403 Forbidden; correct the path"),
-    ):
-        monkeypatch.setattr("mtptrain.init_from.published.snapshot_download", Mock(side_effect=error))
-        with pytest.raises(UserError, match=f"'no/head' is not .* cannot be downloaded: {reason}"):
-            load_init("no/head", MTP, TargetFiles(tiny_target))
+    monkeypatch.setattr("mtptrain.init_from.published.snapshot_download", Mock(side_effect=gated))
+    reason = r"401 .* gated repo for url https://hub/no/head\.; correct the path, log in with `hf auth login` if"
+    with pytest.raises(UserError, match=f"'no/head' is not .* cannot be downloaded: {reason}"):
+        load_init("no/head", MTP, TargetFiles(tiny_target))
