@@ -1,7 +1,6 @@
 """Writes tiny checkpoints with the MTP module that their family publishes, under the published names."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,6 @@ LAST_LAYER: dict[str, dict[str, object]] = {
     }
 }
 """Settings with which a target's last layer is of the module's kind."""
-
-
-def published_names(family: str, target: Iterable[str]) -> set[str]:
-    """Returns the names of the tensors of a family's module, without its copies of the target's.
-
-    `target` are the names of the tensors of a target with `LAST_LAYER`. ERNIE's module has a layer without experts.
-    """
-    *outside, prefix = MODULES[family]
-    own = f"model.layers.{0 if family.startswith('ernie') else NUM_LAYERS - 1}."
-    layer = {prefix + name.removeprefix(own) for name in target if name.startswith(own)}
-    if family == "mimo_v2_flash":
-        layer = {name.replace("post_attention_layernorm", "pre_mlp_layernorm") for name in layer}
-    return {f"{name}.weight" for name in outside if name} | layer
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path,
     engine = engine_of("vllm")
     for name, method in (("eagle-head", "eagle"), ("llama_eagle3", "eagle3")):
         engine.check_directory(tmp_path / name / "vllm", forms[method])
-    for name, method in (("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle"), ("dspark", "eagle3")):
+    for name, method in (("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle")):
         message = rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but"
         with pytest.raises(ValueError, match=message):
             engine.check_directory(tmp_path / name / "vllm", forms[method])

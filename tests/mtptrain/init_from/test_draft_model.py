@@ -112,11 +112,6 @@ def test_a_start_from_the_target_is_its_first_layers_and_other_sizes_are_refused
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (tiny_target, sizes, message),
         (gemma, {}, r"has model_type llama, not gemma3_text"),
-        (
-            without_a_norm(tmp_path / "none"),
-            {},
-            r"checkpoint must hold model.norm.weight, but does not; download it ag",
-        ),
     ]
     for target, settings, message in cases:
         with pytest.raises(UserError, match=message):
@@ -181,7 +176,6 @@ def test_heads_and_settings_that_make_no_draft_model_are_refused(tmp_path: Path,
         load(tmp_path, tiny_target)
     for settings, message in (
         ({"init_from": str(tiny_target), "hidden_size": 32}, r"head\.hidden_size: must be left out or 64, as in"),
-        ({"num_attention_heads": 5}, r"head\.num_attention_heads: must divide head\.hidden_size into head dims that"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "the three are 4, 64 and 3; change one of them"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -198,7 +198,6 @@ def test_the_code_of_a_target_that_transformers_knows_is_ignored(target: Path, a
         ("tokenizer_config.json", EVIL_TOKENIZER),
         ("config.json", EVIL_MODEL),
         ("generation_config.json", {"auto_map": {"AutoGenerationConfig": "evil.Evil"}}),
-        ("processor_config.json", {"auto_map": {"AutoProcessor": "evil.Evil"}}),
     ):
         change(name, **settings)(target)
     trace = write_evil_code(target)
@@ -229,16 +228,14 @@ def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_t
         Target(model)
 
 
-HUBS_ANSWER = "401 Client Error. (Request ID: Root=1;a)\n\nRepository Not Found for url: https://h.co/x.\nLog in."
-
-
 def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for error, reason in (
-        (OSError(HUBS_ANSWER), r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."),
-        (HTTPError("403 Forbidden"), "403 Forbidden"),  # of a proxy
-    ):
+    of_hub = OSError(
+        "401 Client Error. (Request ID: R)\n\nRepository Not Found for url: https://h.co/x.\nLog in."
+    )
+    whole = r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."
+    for error, reason in ((of_hub, whole), (HTTPError("403 Forbidden"), "403 Forbidden")):  # the second one of a proxy
         for name, find in (("snapshot_download", resolve_target), ("hf_hub_download", config_dir)):
             monkeypatch.setattr(f"mtptrain.target.hub.{name}", Mock(side_effect=error))
             message = rf"'no/such' is neither .* and it could not be downloaded: {reason}; correct the path, log"

@@ -7,7 +7,7 @@ from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
-VALUES = [False, True, None, 7, 0.5, "plain", 'it\'s "odd" \\ \n {{ x }} é 😀', ["a", {"b": None}], {"c": [1, False]}]
+VALUES = [True, None, 0.5, 'it\'s "odd" \\ \n {{ x }} é 😀', ["a", {"b": None}], {"c": [1, False]}]
 
 
 def test_a_template_reads_the_values_as_a_server_passes_them() -> None:
@@ -19,12 +19,8 @@ def test_a_template_reads_the_values_as_a_server_passes_them() -> None:
         assert tokenizer.chat_template == template
         set_template_kwargs(tokenizer, {"mode": value})
         assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == passed
-
-
-def test_each_of_several_templates_gets_the_values() -> None:
-    tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "{{ mode }}", "tool_use": "{{ mode }}{{ tools }}"}
-    set_template_kwargs(tokenizer, {"mode": "x"})
+    set_template_kwargs(tokenizer, {"mode": "x"})  # each of several templates gets them
     assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == "x"
     assert str(tokenizer.apply_chat_template(QUESTION, tools=[{"n": 1}], tokenize=False)).startswith("x[")
 
