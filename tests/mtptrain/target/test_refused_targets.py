@@ -231,9 +231,7 @@ def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_t
 def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_hub = OSError(
-        "401 Client Error. (Request ID: R)\n\nRepository Not Found for url: https://h.co/x.\nLog in."
-    )
+    of_hub = OSError("401 Client Error. (Request ID: R)\n\nRepository Not Found for url: https://h.co/x.\nLog in.")
     whole = r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."
     for error, reason in ((of_hub, whole), (HTTPError("403 Forbidden"), "403 Forbidden")):  # the second one of a proxy
         for name, find in (("snapshot_download", resolve_target), ("hf_hub_download", config_dir)):
