@@ -59,11 +59,16 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
     (tmp_path / "object.json").write_text("{}")
     Dataset.from_list([MESSAGES]).select([]).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "bits.parquet").write_bytes(Path(write(tmp_path / "good.parquet", MESSAGES)).read_bytes()[:-9])
+    write(tmp_path / "odd.jsonl", NARRATED, {"prompt": "hi"}, {"prompt": "you"})
     (tmp_path / "chats.csv").write_text("a,b\n")
     for name, message in (
         ("broken.jsonl", r"broken\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"),
         ("latin.jsonl", r"latin\.jsonl:1: must be UTF-8, but is not \('utf-8' codec"),
         ("empty.jsonl", r"every file must hold at least one usable row, but .*empty\.jsonl holds none of 0; conv"),
+        (
+            "odd.jsonl",
+            r"odd\.jsonl holds none of 3, 2 refused \(no column .*\), 1 refused \(unknown role 'narr.*; conv",
+        ),
         ("object.json", r"object\.json: must hold one array of rows, but holds dict; convert it"),
         ("rows.parquet", r"rows\.parquet: must be a parquet file with rows, but cannot be read"),
         ("bits.parquet", r"bits\.parquet: must be a parquet file with rows, but cannot be read"),
@@ -72,17 +77,7 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
         ("missing.parquet", r"files or hub data sets, but '.*missing\.parquet' is neither"),
     ):
         with pytest.raises(UserError, match=message):
-            read_conversations([str(tmp_path / name)])
-
-
-def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: Path) -> None:
-    path = write(tmp_path / "chats.jsonl", NARRATED, {"prompt": "hi"}, {"prompt": "you"})
-    with pytest.raises(ValueError) as refused:
-        read_conversations([write(tmp_path / "good.jsonl", MESSAGES), path])
-    assert str(refused.value).startswith(
-        f"prompts.paths: every file must hold at least one usable row, but {path} holds none of 3, 2 refused (no column"
-        " messages or conversations or conversation, but prompt), 1 refused (unknown role 'narrator'); convert the data"
-    )
+            read_conversations([str(tmp_path / "good.parquet"), str(tmp_path / name)])
 
 
 def test_a_data_set_that_cannot_be_loaded_or_has_a_row_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

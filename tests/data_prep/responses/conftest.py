@@ -14,11 +14,10 @@ from data_prep.responses.store import ResponsesManifest
 from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
+from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, fake_server, make_speaking_target
 
-ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
 SETTINGS = ("prompts.source=responses", "responses.max_new_tokens=24", "responses.dtype=float32")
 ConfigFor = Callable[..., PipelineConfig]
 
