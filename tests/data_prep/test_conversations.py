@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
         ("empty.jsonl", r"every file must hold at least one usable row, but .*empty\.jsonl holds none of 0; conv"),
         (
             "odd.jsonl",
-            r"odd\.jsonl holds none of 3, 2 refused \(no column .*\), 1 refused \(unknown role 'narr.*; conv",
+            r"odd\.jsonl holds none of 3, 2 refused \(no column .*\), 1 refused \(unknown role 'nar.*; conv",
         ),
         ("object.json", r"object\.json: must hold one array of rows, but holds dict; convert it"),
         ("rows.parquet", r"rows\.parquet: must be a parquet file with rows, but cannot be read"),

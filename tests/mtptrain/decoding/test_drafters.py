@@ -1,12 +1,13 @@
 """Tests that drafts and counts equal those of a loop without caches, which drafts with the head's training forward."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -15,6 +16,7 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
 from tests.conftest import make_target, tiers
+from tests.mtptrain.decoding.drafting import decode
 
 AT_ONCE = ("peagle", "dflash")
 """Heads that draft all depths in one forward, whose states depend on the number of depths."""
@@ -121,16 +123,9 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(target: Target, 
     """Token 4 ends some sequences within accepted drafts."""
     head, prompts = head_and_prompts(target, case)
     drafted: list[torch.Tensor] = []
-    found = speculate(
-        target,
-        HeadDrafter(head, target.parts, depths),
-        prompts,
-        num_speculative_tokens=depths,
-        max_new_tokens=20,
-        sampler=Sampler(),
-        eos_token_ids=[4],
-        observe=lambda seen: drafted.append(seen.draft.tokens),
-    )
+    settings: dict[str, Any] = {"num_speculative_tokens": depths, "max_new_tokens": 20, "eos_token_ids": [4]}
+    settings["observe"] = lambda seen: drafted.append(seen.draft.tokens)
+    found = decode(target, HeadDrafter(head, target.parts, depths), prompts, **settings)
     assert sum(sum(generation.accepted_at) for generation in found) > 0, "accept some drafts, or the test shows little"
     for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
         tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})

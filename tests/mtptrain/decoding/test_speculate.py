@@ -23,19 +23,6 @@ def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None) -> list[int]:
-    """Returns the tokens of transformers' `generate`, the independent reference."""
-    output = target.model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 class BranchingCopy:
     """Drafts a tree with two branches at each depth: two wrong tokens in a row, and the target's own choice."""
 
@@ -59,8 +46,12 @@ KINDS = ["head", *PARALLEL_OR_MLP, "tree of hydra", "prompt lookup", "tree", "hy
 
 @pytest.fixture(scope="module")
 def greedy(target: Target) -> list[list[int]]:
-    """Returns the answers of plain greedy decoding."""
-    return [plain_greedy(target, prompt, 24, eos_token_id=256) for prompt in PROMPTS]
+    """Returns the answers of transformers' `generate`, the independent reference."""
+    answers, settings = [], {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 256, "pad_token_id": 0}
+    for ids in (torch.tensor([prompt]) for prompt in PROMPTS):
+        output = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answers.append(output[0, ids.shape[1] :].tolist())
+    return answers
 
 
 @pytest.mark.parametrize("batch_size", tiers([1, 8], [8]))
