@@ -1,6 +1,5 @@
 """Tests that the head of docs/add_a_head.md fulfils the contract of heads and can be trained."""
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +18,13 @@ from tests.mtptrain.heads.test_contract import tiny_config as target_config
 PAGE = Path(__file__).parents[3] / "docs" / "add_a_head.md"
 
 
-def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is built and registered as the page says."""
     of_settings, of_head = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     exec(of_settings, found := dict(vars(heads)))
     monkeypatch.setattr(heads, "GatedConfig", found["GatedConfig"], raising=False)
-    (tmp_path / "gated.py").write_text(of_head)
-    spec = importlib.util.spec_from_file_location("gated", tmp_path / "gated.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(HEADS, "gated", module.GatedHead)
+    exec(of_head, found := {"__name__": "gated"})
+    monkeypatch.setitem(HEADS, "gated", found["GatedHead"])
     torch.manual_seed(0)
     head = build_head(HEADS["gated"].Config(ttt_steps=DEPTHS), target_config())
     draw_norms(head)

@@ -98,7 +98,6 @@ IN_CONFIG: Cases = [
     (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
     (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
     (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
-    (change(head_dim=-2), "head_dim must be a whole number from"),
     (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
     (both(write("generation_config.json", None), change(eos_token_id=500)), "/config.json: eos_token_id must be token"),
     (change(model_type="gemma3_text", use_bidirectional_attention=True), "a token must not attend to later tokens, bu"),
@@ -114,9 +113,7 @@ IN_CONFIG: Cases = [
     ),
 ]
 IN_TOKENIZER: Cases = [
-    (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
     (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
-    (write("tokenizer_config.json", b'{"model_max_length": "x"}'), f"target: {NOT_READ} TypeError"),
     (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
     (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class="Evil"), f"{OWN_CLASS} 'Evil'"),
     (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class=None), OWN_CLASS),
@@ -139,10 +136,6 @@ IN_WEIGHTS: Cases = [
     (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
     (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
     (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
-    (
-        both(added(**{EMBEDDINGS: torch.ones(260, 64).char()}), change(quantization_config={})),
-        UNQUANTISED.format(*["model.embed_tokens"] * 2),
-    ),
 ]
 CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (read_target_config, IN_CONFIG),
@@ -154,13 +147,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
         load_last_layer,
         [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNQUANTISED.format(*[UP[:-7]] * 2))],
     ),
-    (
-        place,
-        [
-            (change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel")),
-            (change(quantization_config={}), NOT_RUN.format("no `quant_method`")),
-        ],
-    ),
+    (place, [(change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel"))]),
 ]
 
 
