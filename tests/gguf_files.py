@@ -76,7 +76,7 @@ def write_gguf(
     settings: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write a target as a GGUF file with quantised matrices, after changes to metadata and tensors; None removes one."""
+    """Write a target as a GGUF file with quantised matrices, after changes to its content; None removes."""
     metadata = {**settings_of(target_dir), **settings}
     architecture = AutoConfig.from_pretrained(target_dir).model_type
     writer = GGUFWriter(path, metadata.pop("general.architecture", architecture))

@@ -1,7 +1,6 @@
 """Tests that published language models and the target's weights become draft models, or are refused with the reason."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,8 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, Run, make_config, make_target, run_program, tiers
 from tests.families import IMAGE_MODELS, REFUSED, write_image_model, write_member
-from tests.mtptrain.train.runs import FP32, figures, train
 
 CPU = torch.device("cpu")
-DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
 
 
 def load(path: Path | str, target: Path) -> DraftModelHead:
@@ -208,24 +205,8 @@ def test_prompts_that_the_model_cannot_read_with_answer_and_drafts_are_refused(
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
     with pytest.raises(UserError, match=message):
         check_head_context(head, [[1] * 20, [1] * 10], 10, 21, "head")
-    result = run_program("hidden-states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
+    result = run_program(
+        "hidden-states", *fresh_run[1], "head=draft_model", "head.ttt_steps=1", f"head.init_from={short}"
+    )
     assert result.returncode != 0
     assert "prompts.max_document_tokens: documents must have at most 50 tokens, the max_position" in result.stderr
-
-
-@pytest.mark.slow
-def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(fresh_run: Run, tmp_path: Path) -> None:
-    """Compares two ranks with ZeRO 2 and one rank with ZeRO 0. Also tests that transformers loads the export."""
-    run_dir, settings = fresh_run
-    shutil.copytree(run_dir, tmp_path / "plain")
-    elsewhere = tmp_path / "plain", (*settings, f"run_dir={tmp_path}/plain")
-    plain = figures(train(elsewhere, *DRAFT, "deepspeed=zero0", "train.validation_prompts=0"))
-    ours = figures(train(fresh_run, *DRAFT, "deepspeed=zero2", FP32, "train.validation_prompts=0", num_ranks=2))
-    assert len(ours) == len(plain) == 6 and ours[-1][0] < ours[0][0]
-    assert all(one == pytest.approx(other, rel=1e-4) for one, other in zip(ours, plain, strict=True))
-    result = run_program("export", *settings, *DRAFT)
-    assert result.returncode == 0, result.stderr[-3000:]
-    written = dict(AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm").named_parameters())
-    trained = load_file(run_dir / "train/last/head.safetensors")
-    assert written.keys() == trained.keys(), "a tied weight is listed once"
-    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
