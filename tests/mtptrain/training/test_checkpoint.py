@@ -15,7 +15,7 @@ from mtptrain.training.checkpoint import MARKER, STATE, Progress, newest_whole_c
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors, write_json, write_sealed
-from tests.sealed import flip_bit, seal_again
+from tests.sealed import seal_again
 
 ONE_RANK = Ranks(0, 1, 0)
 
@@ -43,7 +43,6 @@ CHANGED = r"state\.safetensors: must be as mtptrain wrote it, but was changed or
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (STATE, truncate, CHANGED),
     (STATE, lambda path: path.write_bytes(bytes(path.stat().st_size)), CHANGED),  # as after a file system's crash
-    (STATE, lambda path: flip_bit(path, -5), CHANGED),
     (STATE, Path.unlink, r"state\.safetensors: must exist, but does not"),
     (MARKER, lambda path: path.write_bytes(b""), r"complete\.json: must be JSON, but is not"),
     (MARKER, lambda path: seal_again(path, files=...), r"state\.safetensors: must be as mtptrain wrote it"),
