@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.draft_vocab import (
-    choose_tokens,
-    coverage,
-    prepare_draft_vocab,
-    special_token_ids,
-)
+from data_prep.draft_vocab import choose_tokens, coverage, prepare_draft_vocab, special_token_ids
 from data_prep.prompts import prepare_prompts
 from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.prompt_files import Documents

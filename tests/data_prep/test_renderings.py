@@ -252,11 +252,7 @@ def test_a_prompt_that_the_template_drops_refuses_the_conversation() -> None:
 
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "It is\n4 😀"},
-    {"role": "user", "content": "It is\n4 😀"},
-    {"role": "assistant", "content": " So it is. "},
-    {"role": "user", "content": "bye"},
+    *chat("2 + 2?", "It is\n4 😀", "It is\n4 😀", " So it is. ", "bye"),
 ]
 
 

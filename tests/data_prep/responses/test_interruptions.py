@@ -16,13 +16,7 @@ from mtptrain.run import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
-from tests.data_prep.responses.conftest import (
-    CHATS,
-    SETTINGS,
-    ConfigFor,
-    output,
-    respond,
-)
+from tests.data_prep.responses.conftest import CHATS, SETTINGS, ConfigFor, output, respond
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.sealed import flip_bit
 

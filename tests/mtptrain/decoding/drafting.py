@@ -2,13 +2,13 @@
 
 import torch
 
-from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import Target
+from mtptrain.target.model import Target, Verified
 from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS
 from tests.mtptrain.heads.test_contract import draw_norms
 
@@ -31,3 +31,11 @@ PARALLEL_OR_MLP = ("peagle", "dflash", "dspark", "dflash2", "medusa", "hydra")
 def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:
     defaults: dict[str, object] = {"num_speculative_tokens": 3, "max_new_tokens": 24, "sampler": Sampler()}
     return speculate(target, drafter, prompts, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def draft_after(target: Target, drafter: Drafter, text: list[int]) -> Draft:
+    """Returns the draft after a text, of whose tokens the target has read all but the newest."""
+    tokens, positions, length = torch.tensor([text]), torch.arange(len(text) - 1)[None], len(text) + drafter.draft_slots
+    states = target.forward(tokens[:, :-1], positions, target.cache(length), drafter.read_layers)
+    drafter.start(1, length)
+    return drafter.draft(Verified(tokens, torch.tensor([len(text)]), positions, states), Sampler())

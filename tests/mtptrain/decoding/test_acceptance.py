@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 
 from mtptrain.decoding.acceptance import generate_in_batches, has_loop, intervals, summarise, token_batches
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.heads.base import Head
-from mtptrain.target.model import Target, TargetStates, Verified
-from tests.mtptrain.decoding.drafting import random_head
+from mtptrain.target.model import Target
+from tests.mtptrain.decoding.drafting import draft_after, random_head
 from tests.mtptrain.decoding.test_speculate import random_prompts
 
 
@@ -76,7 +74,7 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
     for prompt in PROMPTS:
         text = [*prompt, 5]
         for accepted in range(K + 1):
-            drafts = drafts_after(target, head, text)
+            drafts = draft_after(target, HeadDrafter(head, target.parts, K), text).tokens[0].tolist()
             text += drafts[:accepted]
             text.append((drafts[accepted] + 1) % 256 if accepted < K else 9)
         answers.append(text[len(prompt) :])
@@ -94,12 +92,3 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
     for answer, generation in zip(answers, generations, strict=True):
         assert generation.tokens == answer
         assert generation.accepted_by_round == [0, 1, 2, 3] and generation.accepted_at == [3, 2, 1]
-
-
-def drafts_after(target: Target, head: Head, text: list[int]) -> list[int]:
-    """Returns the drafts after a text, of whose tokens the target has read all but the newest."""
-    tokens, positions = torch.tensor([text]), torch.arange(len(text) - 1)[None]
-    states: TargetStates = target.forward(tokens[:, :-1], positions, target.cache(len(text) + K), head.read_layers)
-    drafter = HeadDrafter(head, target.parts, K)
-    drafter.start(1, len(text) + 2 * K)
-    return drafter.draft(Verified(tokens, torch.tensor([len(text)]), positions, states), Sampler()).tokens[0].tolist()

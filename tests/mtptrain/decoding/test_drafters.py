@@ -7,16 +7,15 @@ import torch
 
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
-from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target, Verified
+from mtptrain.target.model import Target
 from tests.conftest import make_target, tiers
-from tests.mtptrain.decoding.drafting import decode
+from tests.mtptrain.decoding.drafting import decode, draft_after
 
 AT_ONCE = ("peagle", "dflash")
 """Heads that draft all depths in one forward, whose states depend on the number of depths."""
@@ -170,11 +169,8 @@ def test_trees_equal_those_of_a_loop_without_caches(target: Target, case: str) -
     head, prompts = head_and_prompts(target, case)
     drafter = TreeDrafter(head, target.parts, depths, num_nodes, top_k)
     for prompt in prompts[1:]:
-        tokens, positions = torch.tensor([prompt]), torch.arange(len(prompt) - 1)[None]
-        states = target.forward(tokens[:, :-1], positions, target.cache(len(prompt)), head.read_layers)
-        drafter.start(1, len(prompt) + drafter.draft_slots)
         with torch.no_grad():
-            draft = drafter.draft(Verified(tokens, torch.tensor([len(prompt)]), positions, states), Sampler())
+            draft = draft_after(target, drafter, prompt)
         branches, expected = branches_of(draft), plain_tree(target, head, prompt, depths, num_nodes, top_k)
         assert len(set(branches)) == len(branches) == len(expected)
         lowest = min(expected.values())  # leave out ties for the last place
