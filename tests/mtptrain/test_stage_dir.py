@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_stage_json_is_the_first_file_of_a_folder_and_a_finished_stage_loses_its
     StageDir(tmp_path / "stage").record(make_config())
     assert [path.name for path in (tmp_path / "stage").iterdir()] == [STAGE]
     (tmp_path / "stage/report.json").touch()
-    monkeypatch.setattr(stage_dir, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(stage_dir, "write_json", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         StageDir(tmp_path / "stage").record(make_config("seed=5"), "report.json")
     assert [path.name for path in (tmp_path / "stage").iterdir()] == [STAGE]
@@ -281,9 +282,6 @@ def test_ranks_that_a_program_becomes_keep_its_lock_until_all_have_ended(
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.warns(UserWarning, match="do not start two programs"), StageDir(tmp_path).writing():
         pass

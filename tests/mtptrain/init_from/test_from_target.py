@@ -57,8 +57,8 @@ NORMED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
     """Compares the attention scores of random rows, which agree only approximately.
 
-    The target divides each row by its own root mean square; the head's weights contain a constant divisor instead.
-    The scores differ by about a tenth, and by about half if the projections are copied unchanged.
+    The head's weights contain a constant in place of each row's root mean square. Scores differ by about a tenth, and
+    by about half if the projections are copied unchanged.
     """
     model_type, settings = NORMED[family]
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
