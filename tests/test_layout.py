@@ -48,7 +48,7 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1475,
+    "mtptrain": 1469,
     "mtptrain/cli": 386,
     "mtptrain/data": 974,
     "mtptrain/decoding": 1615,
@@ -65,7 +65,7 @@ LINES = {
     "eval": 2044,
     "slurm": 159,
     "benchmarks": 720,
-    "tests": 27151,
+    "tests": 19954,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
