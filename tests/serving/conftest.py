@@ -77,7 +77,7 @@ def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OnDis
 
 @pytest.fixture(scope="session")
 def head_of(target_of: Callable[[str], OnDisk]) -> Callable[[str, str], Head]:
-    """Returns a function that makes each head of `HEAD_CONFIGS` once for each target."""
+    """Returns a function that makes each head of `HEADS` once for each target."""
     return cache(lambda head, target: make_head(target_of(target).target, head))
 
 
