@@ -9,7 +9,7 @@ from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
 from mtptrain.hidden_states.extraction.backend import choose_backend
-from mtptrain.target.files import TargetFiles
+from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
 from mtptrain.utils.distributed import become_ranks, cpu_ranks, is_alone_on_cpu
@@ -56,10 +56,8 @@ class Run:
         prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
         expected = TokenizerIdentity.of(self.target.tokenizer, self.target.template_kwargs_json)
-        remedy = (
-            f"run mtptrain prompts again with target {self.target.path} and "
-            f"prompts.template_kwargs={expected.template_kwargs}"
-        )
+        mode = override_of(expected.template_kwargs)
+        remedy = f"run mtptrain prompts again with target {self.target.path} and {mode}"
         refuse_different_facts(prompts_file.parent / "manifest.json", vars(expected), vars(stored), remedy)
         return StoreIdentity(
             TargetIdentity.of(self.target),

@@ -87,7 +87,8 @@ class StageDir:
             yield self.path
         finally:
             if os.getpid() == holder:  # not a rank that this process became, which keeps the lock until all have ended
-                lock.unlink(missing_ok=True)
+                if _is_at(descriptor, lock):
+                    lock.unlink()
                 for directory in made:
                     with suppress(OSError):  # it holds the output
                         directory.rmdir()
@@ -111,6 +112,9 @@ class StageDir:
                 f"({error.strerror}); do not start two programs that write there",
                 stacklevel=2,
             )
+        if not _is_at(descriptor, lock):  # its holder removed it after this process had opened it
+            os.close(descriptor)
+            return self._take(lock)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command()})"[:1000].encode())
         return descriptor
@@ -186,6 +190,8 @@ class StageDir:
         """
         self.check_replaceable()
         new, old = self._beside()
+        if old.path.exists() and not self.path.exists():  # a kill came between the two renames below
+            old.path.rename(self.path)
         new._remove()
         old._remove()
         new.record(config)
@@ -256,6 +262,13 @@ def _public(content: dict[str, Any]) -> dict[str, Any]:
     """Returns what JSON stores with `~` in place of the user's home."""
     public: dict[str, Any] = json.loads(hide_home(json.dumps(content, ensure_ascii=False)))
     return public
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def git_revision() -> str | None:

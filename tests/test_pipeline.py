@@ -181,6 +181,7 @@ REFUSED = {
     "acceptance.max_new_tokens=600": "prompt_tokens: held-out documents must hold a prompt of 32 tokens (in a conv",
     "acceptance.baselines=[model] acceptance.draft_model=demo": "a draft model must have at most 260 rows of embeddin",
     "acceptance.baselines=[tree] acceptance.tree_top_k=300": "tree_top_k: must be at most 260, the number of tokens",
+    "head.ttt_steps=2": "head.ttt_steps must be 2, but is 3; set head.ttt_steps=3, or train again",
     "head.attention_bias=true": "settings must be those of the config, but differ in head.attention_bias (False",
 }
 

@@ -171,11 +171,6 @@ class HiddenStates(ABC):
             )
         return document
 
-    def mapped_document(self, index: int) -> StoredDocument:
-        """Returns the document at `index` without reading or checking its states."""
-        _, shard, local = self._locate(index)
-        return _document(shard, local)
-
     def shards_of(self, documents: Sequence[int]) -> list[int]:
         """Returns the shards that hold these documents."""
         return np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()

@@ -82,12 +82,13 @@ def begin_store(
         plan = StorePlan.read(directory)
         refuse_other(directory / PLAN, identity, plan.identity, shard_tokens, plan.shard_tokens)
     else:
-        _write_sealed(directory / PLAN, asdict(StorePlan(identity, shard_tokens)))
+        _write_plan(directory, identity, shard_tokens)
     if manifest is not None:
         records = dict(enumerate(manifest.shards))
         if finished_shards(directory, records) == records:  # no shard is missing, or was written again since
             _remove_unfinished(directory, len(records))
             return manifest
+        _reopen(directory, manifest)
     own = set(shards)
     finished = finished_shards(directory, own)
     for path in list(directory.iterdir()):
@@ -254,6 +255,22 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     if record.file != shard.name:
         raise UserError(f"{path}: must be the record of {shard.name}, but is that of {record.file}; {RECOMPUTE}")
     return record if has_length(shard, record) else None
+
+
+def _reopen(directory: Path, manifest: StoreManifest) -> None:
+    """Turn a finished store that lost a shard into an unfinished one.
+
+    The manifest is deleted last, so that a kill is harmless. Several parts may do this at the same time.
+    """
+    for record in manifest.shards:
+        if has_length(directory / record.file, record):
+            _write_sealed(record_path(directory / record.file), asdict(record))
+    _write_plan(directory, manifest.identity, manifest.shard_tokens)
+    (directory / MANIFEST).unlink(missing_ok=True)
+
+
+def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
+    _write_sealed(directory / PLAN, asdict(StorePlan(identity, shard_tokens)))
 
 
 def shard_path(directory: Path, index: int) -> Path:

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.base import Tensors
+from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.files import build_head, checked_weights
+from mtptrain.init_from.from_target import refuse_other_sizes
 from mtptrain.init_from.published import Published, read_tensors
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 from mtptrain.target.files import TargetFiles
@@ -39,11 +41,13 @@ def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles) -
 
 
 def check_start(config: HeadConfig, target: TargetFiles) -> None:
-    """Check the tokenizer and weights of the language model in `head.init_from` before any long work.
+    """Check before any long work how a draft model starts: its sizes, or a published model's tokenizer and weights.
 
     Other heads, and draft models of other runs, are not checked here.
     """
     path = config.init_from if isinstance(config, DraftModelConfig) else None
+    if isinstance(config, DraftModelConfig) and config.start_from_target:
+        refuse_other_sizes(model_config(config, target.config), target.config)
     if path is not None and not (Path(path) / "head.json").is_file():
         _checked_directory(path, target)
 

@@ -7,6 +7,7 @@ import re
 import warnings
 
 import torch
+from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.draft_model import SIZES, DraftModelHead
@@ -114,20 +115,24 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
 
 
-@torch.no_grad()
-def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
-    """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model."""
-    configs = (head.config, target.config)
-    ours, theirs = ({name: getattr(each, name, None) for name in EQUAL_SETTINGS} for each in configs)
+def refuse_other_sizes(draft: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    """Raise UserError unless a draft model can be the first layers of a target."""
+    ours, theirs = ({name: getattr(each, name, None) for name in EQUAL_SETTINGS} for each in (draft, target))
     wrong = [(name, theirs[name], ours[name]) for name in ours if ours[name] != theirs[name]]
-    if head.config.num_hidden_layers > target.config.num_hidden_layers:
-        wrong.append(("num_hidden_layers", f"at most {target.config.num_hidden_layers}", head.config.num_hidden_layers))
+    if draft.num_hidden_layers > target.num_hidden_layers:
+        wrong.append(("num_hidden_layers", f"at most {target.num_hidden_layers}", draft.num_hidden_layers))
     if wrong:
         raise UserError(
             "head.start_from_target: a draft model must have the target's family and sizes to start as its first "
             f"layers, but has {', '.join(f'{name} {found}, not {wanted}' for name, wanted, found in wrong)}; leave "
             "these settings out, or set head.start_from_target=false"
         )
+
+
+@torch.no_grad()
+def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
+    """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model."""
+    refuse_other_sizes(head.config, target.config)
     state, stored = head.state_dict(), stored_tensors(target.directory)
     refuse_quantised(stored, tuple(name.removesuffix("weight") for name in state))
     refuse_missing(target.directory, state.keys() - stored.keys())

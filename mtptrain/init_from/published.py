@@ -150,10 +150,12 @@ def resolve_init(path: str) -> Path:
 
 
 def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Tensors:
-    """Returns the tensors whose names start with one of the prefixes."""
+    """Returns the tensors whose names start with one of the prefixes. A name must be in one file only."""
     tensors: Tensors = {}
     for path in files:
-        names = [name for name in tensor_shapes(path) if name.startswith(prefixes)]
+        names = {name for name in tensor_shapes(path) if name.startswith(prefixes)}
+        if twice := sorted(tensors.keys() & names):
+            raise UserError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names}
     return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # our heads compute it

@@ -6,7 +6,7 @@ The weights of `head.init_from` must fit the head of the config; `published` lis
 import hashlib
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,13 +27,14 @@ from mtptrain.heads.files import (
     fill_head,
     first_misfit,
     stored_calibration,
+    stored_config,
 )
 from mtptrain.init_from.draft_model import read_draft_model
 from mtptrain.init_from.native_mtp import read_native_mtp
 from mtptrain.init_from.published import Published, check_values, effective_settings, read_published
 from mtptrain.init_from.readers import Settings, num_differing_rows
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
-from mtptrain.target.files import TargetFiles
+from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import resolve_target, weights_fingerprint
 from mtptrain.utils.errors import UserError
@@ -71,10 +72,14 @@ def trained_or_initial_head(
     if start is None or (path / "head.json").is_file():
         check_head_target(path, target)
     if start is None:
-        given = {"template_kwargs": target.template_kwargs_json}
-        stored = given | {name: x for name, x in read_sealed(path / "head.json", RESTORE).items() if name in given}
-        advice = f"set prompts.template_kwargs={stored['template_kwargs']}"
-        refuse_different_facts(path / "head.json", given, stored, advice)
+        ours = {"head.ttt_steps": config.ttt_steps}
+        stored = {"head.ttt_steps": stored_config(path).ttt_steps}
+        advice = f"set head.ttt_steps={stored['head.ttt_steps']}, or train again"
+        refuse_different_facts(path / "head.json", ours, stored, advice)
+        mode = {"template_kwargs": target.template_kwargs_json}
+        trained_mode = mode | {k: v for k, v in read_sealed(path / "head.json", RESTORE).items() if k in mode}
+        advice = f"set {override_of(trained_mode['template_kwargs'])}"
+        refuse_different_facts(path / "head.json", mode, trained_mode, advice)
     directory, head = load_head(str(path), config, target, dtype, device)
     sha256 = file_sha256(directory / WEIGHTS) if start is None else weights_fingerprint(directory)
     if isinstance(head, Confident) and (calibration := stored_calibration(directory)) is not None:
@@ -104,8 +109,6 @@ def load_head(
     The dtype None keeps the stored one.
     """
     directory, state = load_init(path, config, target)
-    if isinstance(config, DraftModelConfig):  # which has the sizes of the stored model
-        config = replace(config, init_from=path)
     return directory, fill_head(build_head(config, target.config), state, dtype, device)
 
 
@@ -115,7 +118,6 @@ def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path,
     `path` is a directory or a hub name.
     """
     if isinstance(config, DraftModelConfig):
-        config = replace(config, init_from=path)
         published = read_draft_model(path, config, target)
     elif isinstance(config, NativeMtpConfig) and not (Path(path) / "head.json").is_file():
         published = read_native_mtp(path, target)
@@ -143,7 +145,7 @@ def load_draft_model(
 ) -> DraftModelHead:
     """Returns a published language model that drafts for the target, ready for inference. See `load_init`."""
     directory = Path(path) if (Path(path) / "head.json").is_file() else resolve_target(path, setting=setting)
-    _, head = load_head(str(directory), DraftModelConfig(), target, dtype, device)
+    _, head = load_head(str(directory), DraftModelConfig(init_from=str(directory)), target, dtype, device)
     assert isinstance(head, DraftModelHead)
     return head
 

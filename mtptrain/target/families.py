@@ -112,8 +112,10 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
         return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        # transformers refuses a model's own code by such an error
+        advice = "choose another target" if settings.get("auto_map") else DOWNLOAD_AGAIN
         raise UserError(
-            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
+            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {advice}"
         ) from error
 
 

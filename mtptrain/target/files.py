@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,12 @@ RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_messag
 
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tags, which Jinja does not know."""
+
+
+def override_of(mode: str) -> str:
+    """Returns what sets a mode (`TargetFiles.template_kwargs_json`) on the command line."""
+    settings = [f"+prompts.template_kwargs.{name}={json.dumps(value)}" for name, value in json.loads(mode).items()]
+    return shlex.join(settings) or "no prompts.template_kwargs"
 
 
 @dataclass(frozen=True)

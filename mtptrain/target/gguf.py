@@ -373,6 +373,11 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     weight_bytes = sum(4 * math.prod(header.shape(name)) for name in names)
+    if weight_bytes > (free_bytes := shutil.disk_usage(directory.parent).free):
+        raise UserError(
+            f"{directory.parent}: {weight_bytes / 1e9:,.1f} GB must be free for the dequantised copy of {header.path}, "
+            f"but {free_bytes / 1e9:,.1f} GB are; free some, or set MTPTRAIN_CACHE to a directory on a larger disk"
+        )
     try:
         temporary.mkdir()
         settings = header.section(TOKENIZER)

@@ -109,7 +109,9 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     head = random_head(config.head, read_target_config(target))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target), "template_kwargs": "{}"}
     save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)
-    with pytest.raises(ValueError, match=r'json: template_kwargs must be {"enable_thinking": false}, but is {};'):
+    with pytest.raises(
+        ValueError, match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; set no'
+    ):
         export(Run(config))
     mode = json.dumps({"user": "O'Brien"})
     assert shlex.split(mode_note(mode, engine_of("vllm")).split("`")[5]) == ["--default-chat-template-kwargs", mode]
