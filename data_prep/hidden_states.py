@@ -266,9 +266,10 @@ def scratch_dir(config: PipelineConfig, rank: int | str) -> Path:
 
 
 def remove_scratch(config: PipelineConfig) -> None:
-    """Remove temporary folders left by killed runs of this part."""
-    pattern = scratch_dir(config, "*")
-    for path in list(pattern.parent.glob(pattern.name)):
+    """Remove temporary folders left by killed runs of this part, or of all parts if there is one."""
+    pattern, part = scratch_dir(config, "*"), config.hidden_states.part
+    name = pattern.name if config.hidden_states.num_parts > 1 else pattern.name.replace(f"_{part}_", "_*_")
+    for path in list(pattern.parent.glob(name)):
         shutil.rmtree(path, ignore_errors=True)
 
 

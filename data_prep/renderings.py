@@ -208,6 +208,8 @@ def _refuse_rewritten(turn: _Turn) -> None:
     if any(word not in generated for call in turn.message.get("tool_calls", []) for word in call_words(call)):
         raise ConversationRefused("a tool call that the chat template does not render")
     written, rendered = content.count(CLOSE) + bool(reasoning), generated.count(CLOSE)
+    if content.count(OPEN) > content.count(CLOSE):
+        raise ConversationRefused("an answer that ends inside a thought")
     if (written and rendered != written) or (not rendered and prompt.rstrip().endswith(OPEN)):
         raise ConversationRefused(f"an answer with {written} thoughts, of which the chat template renders {rendered}")
 

@@ -4,8 +4,8 @@ Starts the engine of `serving.engine` without drafts and with each K of `serving
 the server at `serving.url`. Sends the prompts of `mtptrain acceptance` at every concurrency. Reads
 `run_dir/export/ENGINE/` (or `serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to
 `run_dir/serving_bench/`: `report.json`, `plot.svg`, the times of all requests, and all logs. If it started an engine
-that can vary K, and drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and
-a `README.md` with the commands that use them. Prints a table.
+whose K can follow the batch size, and drafting was faster at any concurrency, it also writes the engine's settings with
+the fastest K, and a `README.md` with the command that uses them. Prints a table.
 
     mtptrain serving-bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     mtptrain serving-bench recipe=quickstart serving.url=http://localhost:8000

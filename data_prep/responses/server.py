@@ -30,9 +30,9 @@ SHOWN_CHARACTERS = 200
 class RequestFailed(Exception):
     """A request failed. The message, which the report shows, has no secrets."""
 
-    def __init__(self, message: str, may_retry: bool = False) -> None:
+    def __init__(self, message: str, may_retry: bool = False, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.may_retry = may_retry
+        self.may_retry, self.retry_after_s = may_retry, retry_after_s
 
 
 class CompletionServer:
@@ -118,7 +118,8 @@ class CompletionServer:
             except RequestFailed as failure:
                 if not failure.may_retry or attempt == self._settings.max_retries:
                     raise
-            await asyncio.sleep(min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S))
+                asked_s = min(failure.retry_after_s, self._settings.timeout_s)
+            await asyncio.sleep(max(asked_s, min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)))
             attempt += 1
 
     def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
@@ -179,7 +180,9 @@ class CompletionServer:
         if not response.is_success:
             said = self.quote(response.text.strip() or response.reason_phrase)
             may_retry = response.status_code == 429 or response.status_code >= 500
-            raise RequestFailed(f"the server answers {response.status_code}: {said}", may_retry)
+            after = response.headers.get("Retry-After", "")
+            pause_s = float(after) if after.isdecimal() else 0.0
+            raise RequestFailed(f"the server answers {response.status_code}: {said}", may_retry, pause_s)
         try:
             return parse_json(response.content, "the server's answer", "see its log")
         except UserError as error:

@@ -36,7 +36,7 @@ from mtptrain.utils.files import (
     write_text,
 )
 
-from ..conversations import Conversations
+from ..conversations import Conversations, read_conversations
 from ..renderings import EncodedItem, RenderedConversation, render_conversation
 from .dialogue import ENDINGS, Ending, RegeneratedConversation
 
@@ -266,8 +266,15 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     path = require(directory / MANIFEST, "mtptrain responses")
     manifest = ResponsesManifest.read(path)
     remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
-    found = manifest.identity.target.facts() | {"prompts.paths": sorted(manifest.identity.sources)}
-    refuse_different_facts(path, target.facts() | {"prompts.paths": sorted(prompts.paths)}, found, remedy)
+    present = [name for name in {*prompts.paths} if Path(name).is_file()]  # responses stay usable without the others
+    hashes = hash_sources(read_conversations(present, RowFormat.of(prompts), prompts.split), present) if present else {}
+
+    def facts(target: TargetIdentity, sources: dict[str, str]) -> dict[str, object]:
+        compared = {f"the hash of the conversations of {name}": sources.get(name) for name in hashes}
+        return target.facts() | {"prompts.paths": sorted(sources)} | compared
+
+    expected = facts(target, dict.fromkeys(prompts.paths, "") | hashes)
+    refuse_different_facts(path, expected, facts(manifest.identity.target, manifest.identity.sources), remedy)
     if manifest.failed:
         print(
             f"{directory}: {manifest.failed:,} conversations failed and are missing; run mtptrain responses again to "

@@ -25,10 +25,10 @@ def write_engine_settings(output_dir: Path, speeds: Speeds, served: Served, engi
     if not any(best.values()):
         return "decoding without drafts was the fastest at every concurrency: serve the target without the head"
     path = (output_dir / SETTINGS).resolve()
+    fastest = "fastest K by requests in flight: " + ", ".join(f"{count} at {size}" for size, count in best.items())
     if (found := engine.settings_for(speeds, served, path)) is None:
-        return ""
+        return fastest
     settings, text = found
     write_json(path, settings)
     write_text(output_dir / README, f"# The fastest number of drafts at each batch size\n\n{text}\n")
-    fastest = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
-    return f"fastest K by requests in flight: {fastest}; settings and command: {output_dir / README}"
+    return f"{fastest}; settings and command: {output_dir / README}"

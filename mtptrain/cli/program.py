@@ -36,8 +36,6 @@ from mtptrain.utils.errors import (
 )
 from mtptrain.utils.startup import guarded_imports, start_stage, started_stage
 
-MULTIRUN = {"--multirun", "-m"}
-
 
 def run_stage(name: str) -> None:
     """Run the stage of this name on the settings in `sys.argv[1:]`."""
@@ -57,8 +55,9 @@ def run_stage(name: str) -> None:
 def run_program(main: Callable[[PipelineConfig], None]) -> None:
     """Read the command line and call `main` with the checked settings.
 
-    If the program cannot finish, it exits with one line on stderr: with status 1 if it refuses its input, 2 if the
-    command line is wrong, and 130 after Ctrl-C. A fault of the program itself shows its stack, with status 1.
+    If the program cannot finish, it exits with one line on stderr, or argparse's usage for an unknown option: with
+    status 1 if it refuses its input, 2 if the command line is wrong, and 130 after Ctrl-C. A fault of the program
+    itself shows its stack, with status 1.
     """
 
     def task(cfg: DictConfig) -> None:
@@ -87,7 +86,9 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     warnings.showwarning = show_warning
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        given, is_multirun = set(sys.argv[1:]), not MULTIRUN.isdisjoint(sys.argv)
+        given = set(sys.argv[1:])
+        # argparse takes the beginning of an option, too
+        is_multirun = any(each == "-m" or (len(each) > 2 and "--multirun".startswith(each)) for each in given)
         if given & {"--help", "-h"} and not any(argument.startswith("recipe=") for argument in given):
             sys.argv.append("recipe=quickstart")  # help needs a composed config, and any recipe shows the settings
         if is_multirun and started_stage() not in ("run", "plan"):

@@ -1,7 +1,7 @@
 """Reads one row of conversations: its messages, system prompt and tools, in any schema.
 
 Columns and message keys that are not read are passed over, and named in the report. Those whose names say what to
-train, or hold tools or media, refuse the row. `prompts.metadata` names those that a user passes over.
+train, or hold tools, a system prompt or media, refuse the row. `prompts.metadata` names those that a user passes over.
 """
 
 import re
@@ -35,8 +35,8 @@ TRAINING_NAMES = re.compile(
     r"|chat template|enable thinking)"
 )
 """Beginnings of words in the names of columns and message keys that change what is trained."""
-HOLDING_NAMES = re.compile(r"\b(tool|function|image|video|audio|img|picture|photo|pixel|attachment)")
-"""Beginnings of words in the names of those that hold tools or media, unless they are numbers, such as num_tools."""
+HOLDING_NAMES = re.compile(r"\b(tool|function|system|image|video|audio|img|picture|photo|pixel|attachment)")
+"""Beginnings of words in the names of those that hold tools, system prompts or media, unless they are numbers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
         raise ConversationRefused("different messages in two columns")
     system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
     tools = [read_tools(columns.pop(name)) for name in TOOL_COLUMNS if name in columns]
-    tools += [message.pop("tools") for message in messages if "tools" in message]
+    tools += [message.pop("tools") for message in messages[:1] if "tools" in message]
+    if any("tools" in message for message in messages):
+        raise ConversationRefused("tools in a message after the first")
     if any(each != tools[0] for each in tools):
         raise ConversationRefused("different tools in two places")
     passed_over = (pass_over("column", columns) - {*ID_COLUMNS}).union(*(keys for _, keys in parsed[0]))
@@ -100,8 +102,8 @@ def pass_over(what: str, items: Row) -> set[str]:
                 raise ConversationRefused("a row that is not to be trained")
         elif TRAINING_NAMES.search(words) or (HOLDING_NAMES.search(words) and not is_number):
             raise ConversationRefused(
-                f"{what} {name}, which may change what is trained, or hold tools or media (add {name} to "
-                "prompts.metadata to pass it over)"
+                f"{what} {name}, which may change what is trained, or hold tools, a system prompt or media (add {name} "
+                "to prompts.metadata to pass it over)"
             )
     return items.keys() - {*TRAIN_FLAGS}
 

@@ -246,6 +246,8 @@ class Plan:
             f"{train.batch_tokens:,}; raise it, or lower {documents}{again}": longest > train.batch_tokens,
             f"train.micro_batches_per_step: must be a multiple of the {gpus} GPUs of planner.num_gpus, but is "
             f"{per_step}; set it to {-(-per_step // gpus) * gpus}": per_step % gpus > 0,
+            f"train.micro_batches_per_step: must be at most the {self.num_documents:,} documents, but is {per_step}; "
+            "lower it, or train on more documents": 0 < self.num_documents < per_step,
         }
         self.warnings += [warning for warning, is_wrong in checks.items() if is_wrong]
 

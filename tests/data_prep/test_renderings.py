@@ -192,6 +192,7 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
         (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
         (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
         (FILLED, "<think>odd</think>one", thoughts.format(1, 2)),
+        (CHATML, "<think>\nodd", "an answer that ends inside a thought"),
         (OPEN, "one", thoughts.format(0, 0)),
         (
             CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),

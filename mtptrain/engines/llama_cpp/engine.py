@@ -155,8 +155,8 @@ def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bo
 
 def find_llama_server(path: str | None) -> Path:
     """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH."""
-    on_path = shutil.which("llama-server")
-    found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
+    default = str(DEFAULT_SERVER) if DEFAULT_SERVER.is_file() else shutil.which("llama-server") or str(DEFAULT_SERVER)
+    found = Path(shutil.which(path or default) or path or default)
     if not os.access(found, os.X_OK) or found.is_dir():
         raise UserError(
             f"serving.llama_server: must be llama.cpp's program llama-server, but {found} is no program; run `make "

@@ -46,7 +46,7 @@ def test_what_is_empty_or_not_read_changes_nothing() -> None:
         (row(custom=None, tools="[]", functions=[], images="[]", audio="null", system_prompt=" "), set()),
         (row(prompt="hi", chosen=PARSED, num_tools=2, has_image=False), {"prompt", "chosen", "num_tools", "has_image"}),
         (row(weight=1, train=True, loss=1.0, skip_prompt_formatting=True), {"skip_prompt_formatting"}),
-        (row(system_instruction="x", meta={"train": False}), {"system_instruction", "meta"}),
+        (row(instructions="x", meta={"train": False}), {"instructions", "meta"}),
         (chat({"id": "m0", "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}), {"id", "toxic"}),
         (chat({"content": [{**PART, "image_url": None, "cache_control": {"type": "x"}}]}), set()),
         ({"conversations": json.dumps(PARSED)}, set()),
@@ -119,11 +119,9 @@ def test_a_name_that_says_what_is_trained_or_holds_tools_or_media_refuses_the_ro
     for name in (
         *("keep", "num_skip", "used_in_training", "assistant_masks", "labels", "ignoreIndex", "input_ids"),
         *("chat_template_kwargs", "enable_thinking", "tool_choice", "available_functions"),
-        *("image", "videos", "audio_url", "userImage_url", "attachment_name"),
+        *("image", "videos", "audio_url", "userImage_url", "attachment_name", "systemPrompt"),
     ):
-        reason = (
-            f"{name}, which may change what is trained, or hold tools or media (add {name} to prompts.metadata to p"
-        )
+        reason = f"{name}, which may change what is trained, or hold tools, a system prompt or media (add {name} "
         assert refusal(row(**{name: ["x"]})).startswith(f"column {reason}")
         assert refusal(chat(None, {name: ["x"]})).startswith(f"message key {reason}")
         assert parse_row(row(**{name: ["x"]}), RowFormat(metadata=[name])) == (PARSED, set())
