@@ -124,7 +124,7 @@ def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
     flip_bit(Path(exported) / "model.safetensors")
     family: Any = SimpleNamespace(config=PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
     with pytest.raises(UserError, match=DAMAGED.format(r"model\.safetensors")):
-        load_init(exported, DraftModelHead.Config(), TargetFiles(tiny_target))
+        load_init(exported, DraftModelHead.Config(init_from=exported), TargetFiles(tiny_target))
     with pytest.raises(UserError, match=DAMAGED.format(r"model\.safetensors")):
         read_native_mtp(exported, family)
 

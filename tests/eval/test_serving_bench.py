@@ -79,7 +79,8 @@ def test_other_heads_get_other_settings_or_none(tmp_path: Path, tiny_target: Pat
     assert f"vllm serve {tmp_path}/mimo/export/vllm --speculative-config" in readme
     parallel: dict[str, Any] = {"method": "eagle3", "speculative_settings": {"parallel_drafting": True}}
     for facts in (parallel, {"method": "medusa"}):
-        assert write(tmp_path / "parallel", tiny_target, **facts) == ("", None, "")
+        said, *files = write(tmp_path / "parallel", tiny_target, **facts)
+        assert said == "fastest K by requests in flight: 3 at 1, 3 at 2, 1 at 4, 0 at 8" and files == [None, ""]
     said, vllm, readme = write(tmp_path / "plain", tiny_target, speeds={1: {0: 5.0, 3: 4.0}}, method="mtp")
     assert said.startswith("decoding without drafts was the fastest at every concurrency")
     assert vllm is None and readme == ""

@@ -52,7 +52,7 @@ def test_training_computes_the_logits_of_the_published_model(family: str, tied: 
     settings = FAMILIES[family][1] | {"tie_word_embeddings": tied}
     published = make_target(tmp_path / "draft", family, settings, seed=1, hidden_size=96, vocab_size=264)
     head = draft_model(target, init_from=str(published))
-    head.load_state_dict(load_init(str(published), DraftModelConfig(), TargetFiles(target))[1])
+    head.load_state_dict(load_init(str(published), DraftModelConfig(init_from=str(published)), TargetFiles(target))[1])
     plain = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     documents = [torch.randint(0, 260, (length,)) for length in (7, 4, 9)]
     packing = Packing.of_spans([len(ids) - 1 for ids in documents])
@@ -87,7 +87,7 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
 
 def test_experts_that_the_files_have_apart_are_read_as_transformers_joins_them(tmp_path: Path) -> None:
     directory = make_target(tmp_path, *FAMILIES["qwen3_moe"])
-    state = load_init(str(directory), DraftModelConfig(), TargetFiles(directory))[1]
+    state = load_init(str(directory), DraftModelConfig(init_from=str(directory)), TargetFiles(directory))[1]
     joined = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
     assert not state.keys() <= load_file(directory / "model.safetensors").keys()
     assert all(torch.equal(tensor, joined[name]) for name, tensor in state.items())
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_draft_for_the_target_is_refused(tmp_path: Path, tin
     for number, (make, message) in enumerate(BAD_MODELS):
         path = make(tmp_path / str(number))
         with pytest.raises(ValueError, match=message):
-            load_init(str(path), DraftModelConfig(), TargetFiles(tiny_target))
+            load_init(str(path), DraftModelConfig(init_from=str(path)), TargetFiles(tiny_target))
         with pytest.raises(ValueError, match=message.replace(r"head\.init_from", r"acceptance\.draft_model")):
             load(path, tiny_target)
     assert load(without_tokenizer(tmp_path / "equal", 260), tiny_target).context_tokens == 512

@@ -49,7 +49,7 @@ def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_ha
     has_mlps, is_small = isinstance(config, HydraConfig), config is SMALL
     stored = config if has_mlps else replace(config, ttt_steps=7, init_from=None if is_small else "/elsewhere")
     save_head(tmp_path, state, stored, {TARGET_WEIGHTS: "of another target"})
-    own = DraftModelConfig() if is_small else config  # the sizes are those of the stored model
+    own = DraftModelConfig(init_from=str(tmp_path)) if is_small else config  # the sizes are those of the stored model
     assert_equal(load_init(str(tmp_path), own, target)[1], state)
     if has_mlps:
         with pytest.raises(ValueError, match=r"but differ in head\.ttt_steps"):
