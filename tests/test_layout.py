@@ -51,7 +51,7 @@ LINES = {
     "mtptrain": 1480,
     "mtptrain/cli": 387,
     "mtptrain/data": 976,
-    "mtptrain/decoding": 1615,
+    "mtptrain/decoding": 1613,
     "mtptrain/engines": 3984,
     "mtptrain/heads": 3282,
     "mtptrain/hidden_states": 1761,

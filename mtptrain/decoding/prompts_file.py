@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, refuse_dropped_prompts, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, text_hash
-from mtptrain.data.rows import ANY_SCHEMA, SYSTEM_COLUMNS, TRAIN_FLAGS, RowFormat, parse_row, pass_over
+from mtptrain.data.rows import ANY_SCHEMA, TRAIN_FLAGS, RowFormat, parse_row, pass_over
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
@@ -117,8 +117,6 @@ def _prompt_of(
             messages, _ = parse_row({**others, "messages": row["messages"]}, form)
             return row, messages, _render_whole(tokenizer, messages, where)
         pass_over("column", others)
-        if system := others.keys() & {*SYSTEM_COLUMNS}:
-            raise ConversationRefused(f"column {min(system)}, which only a line with `messages` may have")
         if kinds[0] == "turns":
             turns = row["turns"]
             if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):

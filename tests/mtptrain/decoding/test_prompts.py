@@ -169,7 +169,7 @@ BAD_FILES = [
     ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
     ('{"id": 1, "turns": ["\\ud83d"]}', r":1: texts must be valid Unicode, .*\\ud83d.*; correct"),
     ('{"id": 1, "text": "hi", "image": "a.png"}', "read as a whole, but cannot be: column image, which may "),
-    ('{"id": 1, "turns": ["hi"], "system": "x"}', "cannot be: column system, which only a line"),
+    ('{"id": 1, "turns": ["hi"], "system": "x"}', "cannot be: column system, which may"),
 ]
 
 
