@@ -248,7 +248,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             layers,
             settings,
             int(extraction.documents.lengths.max()),
-            scratch_dir(config, ranks.rank),
+            scratch_dir(config, config.hidden_states.part, ranks.rank),
             local_rank=ranks.local_rank,
             device_type=ranks.device.type,
             python=config.serving.python,
@@ -258,18 +258,18 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
 
 
-def scratch_dir(config: PipelineConfig, rank: int | str) -> Path:
+def scratch_dir(config: PipelineConfig, part: int | str, rank: int | str) -> Path:
     """Returns the temporary folder of a rank. It names the store, because other runs may use the same parent folder."""
     settings, store_dir = config.hidden_states, config.stage_dir("hidden_states")
     store = hashlib.sha256(str(store_dir.resolve()).encode()).hexdigest()[:12]
-    return Path(settings.scratch_dir or store_dir) / f"mtptrain_{store}_{settings.part}_{rank}.tmp"
+    return Path(settings.scratch_dir or store_dir) / f"mtptrain_{store}_{part}_{rank}.tmp"
 
 
 def remove_scratch(config: PipelineConfig) -> None:
     """Remove temporary folders left by killed runs of this part, or of all parts if there is one."""
-    pattern, part = scratch_dir(config, "*"), config.hidden_states.part
-    name = pattern.name if config.hidden_states.num_parts > 1 else pattern.name.replace(f"_{part}_", "_*_")
-    for path in list(pattern.parent.glob(name)):
+    settings = config.hidden_states
+    pattern = scratch_dir(config, settings.part if settings.num_parts > 1 else "*", "*")
+    for path in list(pattern.parent.glob(pattern.name)):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -171,12 +172,13 @@ class ResponsesStore:
         failures = [(location_of(row), reason) for row, reason in sorted(failed.items())]
         counts = Counter(dict.fromkeys(COUNTS, 0))
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
-        with temporary.open("wb") as output:
+        with ExitStack() as stack:
+            output = stack.enter_context(temporary.open("wb"))
+            files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self.lines.values()}}
             for row in sorted(self.lines):
                 path, number, start = self.lines[row]
-                with path.open("rb") as file:
-                    file.seek(start)
-                    line = file.readline()
+                files[path].seek(start)
+                line = files[path].readline()
                 output.write(line)
                 conversation = _parse(line, path, number)
                 counts.update(_counts_of(conversation))
@@ -266,7 +268,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     path = require(directory / MANIFEST, "mtptrain responses")
     manifest = ResponsesManifest.read(path)
     remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
-    present = [name for name in {*prompts.paths} if Path(name).is_file()]  # responses stay usable without the others
+    present = sorted(name for name in {*prompts.paths} if Path(name).is_file())  # usable without those that are gone
     hashes = hash_sources(read_conversations(present, RowFormat.of(prompts), prompts.split), present) if present else {}
 
     def facts(target: TargetIdentity, sources: dict[str, str]) -> dict[str, object]:

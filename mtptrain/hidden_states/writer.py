@@ -74,21 +74,18 @@ def begin_store(
     has its full length; otherwise None.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    manifest: StoreManifest | None = None
     if (directory / MANIFEST).exists():
         manifest = StoreManifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
+        if all(has_length(directory / record.file, record) for record in manifest.shards):
+            _remove_unfinished(directory, len(manifest.shards))
+            return manifest
+        _reopen(directory, manifest)
     elif (directory / PLAN).exists():
         plan = StorePlan.read(directory)
         refuse_other(directory / PLAN, identity, plan.identity, shard_tokens, plan.shard_tokens)
     else:
         _write_plan(directory, identity, shard_tokens)
-    if manifest is not None:
-        records = dict(enumerate(manifest.shards))
-        if finished_shards(directory, records) == records:  # no shard is missing, or was written again since
-            _remove_unfinished(directory, len(records))
-            return manifest
-        _reopen(directory, manifest)
     own = set(shards)
     finished = finished_shards(directory, own)
     for path in list(directory.iterdir()):
@@ -107,8 +104,8 @@ def finished_shards(directory: Path, indices: Iterable[int]) -> dict[int, ShardR
     shards = set(indices)
     finished = {index: record for index in shards if (record := read_record(directory, index)) is not None}
     if len(finished) < len(shards) and (directory / MANIFEST).exists():
-        # Another part has finished the store in the meantime, or it has lost shards since. A store of other settings,
-        # which `begin_store` refuses later, may have fewer shards.
+        # Another part has finished the store in the meantime. A store of other settings, which `begin_store` refuses
+        # later, may have fewer shards.
         for index, record in enumerate(StoreManifest.read(directory).shards):
             if index in shards - finished.keys() and has_length(directory / record.file, record):
                 finished[index] = record

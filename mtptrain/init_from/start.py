@@ -72,14 +72,12 @@ def trained_or_initial_head(
     if start is None or (path / "head.json").is_file():
         check_head_target(path, target)
     if start is None:
-        ours = {"head.ttt_steps": config.ttt_steps}
-        stored = {"head.ttt_steps": stored_config(path).ttt_steps}
-        advice = f"set head.ttt_steps={stored['head.ttt_steps']}, or train again"
-        refuse_different_facts(path / "head.json", ours, stored, advice)
-        mode = {"template_kwargs": target.template_kwargs_json}
-        trained_mode = mode | {k: v for k, v in read_sealed(path / "head.json", RESTORE).items() if k in mode}
-        advice = f"set {override_of(trained_mode['template_kwargs'])}"
-        refuse_different_facts(path / "head.json", mode, trained_mode, advice)
+        file, depths, mode = path / "head.json", stored_config(path).ttt_steps, target.template_kwargs_json
+        advice = f"set head.ttt_steps={depths}, or train again"
+        refuse_different_facts(file, {"head.ttt_steps": config.ttt_steps}, {"head.ttt_steps": depths}, advice)
+        stored_mode = read_sealed(file, RESTORE).get("template_kwargs", mode)
+        advice = f"set {override_of(stored_mode)}"
+        refuse_different_facts(file, {"template_kwargs": mode}, {"template_kwargs": stored_mode}, advice)
     directory, head = load_head(str(path), config, target, dtype, device)
     sha256 = file_sha256(directory / WEIGHTS) if start is None else weights_fingerprint(directory)
     if isinstance(head, Confident) and (calibration := stored_calibration(directory)) is not None:
