@@ -13,7 +13,7 @@
 #   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
 #   make served-table   write the table of docs/serving.md, what is served, from the cases of the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
-#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table; ARGS="serving.python=/python" adds
+#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table; ARGS="serving.program=/python" adds
 #                 overrides to every program
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way; installs the tools of developers

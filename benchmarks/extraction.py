@@ -9,7 +9,7 @@
   scripts do.
 
 The candidates take turns. Torch uses one thread, torchrun's default for each rank. The writer adds
-`hidden_states.writer_threads` threads and one that hashes shards. Documents have random tokens and log-normal lengths.
+`WRITER_THREADS` threads and one that hashes shards. Documents have random tokens and log-normal lengths.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     sizes = int(target.config.hidden_size), len(layers)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as name:
         folder = Path(name)
-        fill = partial(fill_and_remove, folder, documents, settings.writer_threads)
+        fill = partial(fill_and_remove, folder, documents)
         ours = TransformersStreams(target, captured, batch_tokens, settings.compile)
         candidates: dict[str, Callable[[], object]] = {
             "bare forward": partial(bare_forward, target, documents, batch_tokens),
@@ -126,7 +126,7 @@ Layout = tuple[int, int, StoreDtype]
 """The hidden size, the number of captured layers and the dtype of a store."""
 
 
-def fill_and_remove(folder: Path, documents: Documents, threads: int, streams: Streams, layout: Layout) -> None:
+def fill_and_remove(folder: Path, documents: Documents, streams: Streams, layout: Layout) -> None:
     """Writes a complete store of about four shards, as stage 2 does, and removes it."""
     hidden_size, num_captured, dtype = layout
     shard_tokens = max(1, len(documents.input_ids) // 4)
@@ -136,7 +136,7 @@ def fill_and_remove(folder: Path, documents: Documents, threads: int, streams: S
     with tempfile.TemporaryDirectory(dir=folder) as name:
         directory = Path(name)
         begin_store(directory, identity, shard_tokens, list(shards))
-        fill_shards(streams, documents, shards, directory, *layout, "", show=False, writer_threads=threads)
+        fill_shards(streams, documents, shards, directory, *layout, "", show=False)
         assert finish_store(directory, identity, shard_tokens, hidden_size, len(shards))
 
 

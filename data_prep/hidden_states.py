@@ -47,7 +47,6 @@ from mtptrain.hidden_states.stream import (
 )
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.init_from.draft_model import check_start
-from mtptrain.planning.plan import print_plan
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
@@ -56,14 +55,12 @@ from mtptrain.target.frozen_parts import check_weights, refuse_quantised_parts
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import started_stage
 
 
 def main(config: PipelineConfig) -> None:
-    if config.plan:
-        print_plan(config)
-        return
     run, store_dir = Run(config), config.stage_dir("hidden_states")
-    if config.verify:
+    if started_stage() == "verify":
         verify_store(store_dir, init_ranks(config.distributed_timeout_hours))
         return
     with StageDir(store_dir).writing(part=config.hidden_states.part):
@@ -163,7 +160,7 @@ def prepare_extraction(run: Run) -> Extraction:
         check_document_lengths(int(documents.lengths.max()), build_head(config.head, target_config))
     check_start(config.head, run.target)
     if run.backend is Backend.vllm:
-        find_python(config.serving.python)
+        find_python(config.serving.vllm_python)
     identity = run.identity(capture_layers)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
     own = range(settings.part, len(shards), settings.num_parts)
@@ -208,9 +205,8 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
 def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks: Ranks) -> None:
     """Compute and write the given shards on this rank."""
     shards = dict(zip(indices, extraction.select(indices), strict=True))
-    who, num_threads = f"rank {ranks.rank} of {ranks.world_size}", extraction.config.hidden_states.writer_threads
-    where = (extraction.store_dir, *extraction.layout)
-    fill_shards(streams, extraction.documents, shards, *where, who, ranks.is_first, num_threads)
+    who, where = f"rank {ranks.rank} of {ranks.world_size}", (extraction.store_dir, *extraction.layout)
+    fill_shards(streams, extraction.documents, shards, *where, who, ranks.is_first)
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
@@ -251,7 +247,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             scratch_dir(config, config.hidden_states.part, ranks.rank),
             local_rank=ranks.local_rank,
             device_type=ranks.device.type,
-            python=config.serving.python,
+            python=config.serving.vllm_python,
         )
     model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
     check_streams(model)

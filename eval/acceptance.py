@@ -27,6 +27,7 @@ from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
+    HYBRID_MIN_MATCH,
     HeadDrafter,
     HybridDrafter,
     NoDrafter,
@@ -58,8 +59,8 @@ from .report_page import MEASURED_WITH, write_page
 
 
 def main(config: PipelineConfig) -> None:
-    run, given = Run(config), config.acceptance.output_dir
-    with StageDir.chosen(given, "acceptance.output_dir", config.stage_dir("acceptance")).writing() as output_dir:
+    run = Run(config)
+    with StageDir(config.acceptance_dir, "acceptance.output_dir").writing() as output_dir:
         become_cpu_ranks(run, config.acceptance.dtype)
         measure_head(run, init_ranks(config.distributed_timeout_hours), output_dir)
 
@@ -186,7 +187,7 @@ def baseline_drafter(
     if name == Baseline.tree:
         return TreeDrafter(run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
     head = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts)
-    return HybridDrafter(head, settings.hybrid_min_match)
+    return HybridDrafter(head)
 
 
 def report(
@@ -201,7 +202,7 @@ def report(
         "num_ranks": ranks.world_size,
         "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
-        "hybrid": f"matches of {settings.hybrid_min_match} tokens",
+        "hybrid": f"matches of {HYBRID_MIN_MATCH} tokens",
         "model": settings.draft_model,
         "target": run.target.path,
         "target_weights_sha256": run.target.weights_sha256,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.engines.base import Served
 from mtptrain.engines.exports import read_serving_facts
@@ -12,6 +13,7 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
+from mtptrain.stage_dir import StageDir
 
 Prompts = Sequence[Sequence[int]]
 
@@ -28,6 +30,11 @@ def spare_tokens(num_drafts: int) -> int:
 def context_tokens(prompts: Prompts, max_new_tokens: int, num_drafts: int) -> int:
     """Returns the number of tokens that an engine's context must hold."""
     return max(map(len, prompts)) + max_new_tokens + spare_tokens(num_drafts)
+
+
+def output_folder(config: PipelineConfig, program: str) -> StageDir:
+    """Returns the folder of a program's report."""
+    return StageDir(Path(config.serving.output_dir or config.run_dir) / program, "serving.output_dir")
 
 
 def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | None:

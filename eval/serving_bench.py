@@ -25,20 +25,18 @@ from mtptrain.engines.base import Served
 from mtptrain.engines.requests import best_num_drafts
 from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
-from mtptrain.stage_dir import StageDir
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import command
 
-from .engines import find_served, find_server, spare_tokens
+from .engines import find_served, find_server, output_folder, spare_tokens
 from .plots import drawing, plot_serving
 from .serving_speed.bench import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
 from .serving_speed.engine_settings import remove_engine_settings, write_engine_settings
 
 
 def main(config: PipelineConfig) -> None:
-    given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
-    stage_dir = StageDir.chosen(given, "serving_bench.output_dir", default)
+    stage_dir = output_folder(config, "serving_bench")
     with stage_dir.writing() as output_dir:
         bench = prepare(Run(config), output_dir)
         stage_dir.claim(config)

@@ -43,7 +43,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
-from .engines import check_head, find_served, find_server, spare_tokens
+from .engines import check_head, find_served, find_server, output_folder, spare_tokens
 
 InputIds = dict[str, list[int]]
 FEW_DRAFTS = 30
@@ -57,8 +57,7 @@ def main(config: PipelineConfig) -> None:
             "acceptance.temperature: must be 0 for this check, because at a higher temperature drafts are accepted at "
             f"random, but is {settings.temperature:g}; leave it out"
         )
-    given, default = config.serving.output_dir, config.stage_dir("serving_check")
-    with StageDir.chosen(given, "serving.output_dir", default).writing() as output_dir:
+    with output_folder(config, "serving_check").writing() as output_dir:
         is_accepted = check_engine(Run(config), output_dir)
     sys.exit(0 if is_accepted else 1)
 

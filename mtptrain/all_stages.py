@@ -57,6 +57,7 @@ from mtptrain.training.validation import measured_with
 from mtptrain.utils.distributed import close_groups
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 from mtptrain.utils.files import read_sealed
+from mtptrain.utils.startup import started_stage
 
 
 def main(config: PipelineConfig) -> None:
@@ -66,7 +67,7 @@ def main(config: PipelineConfig) -> None:
         if hydra.job.num == 0:
             check_variants([each for each in sys.argv[1:] if "=" in each and not each.startswith("-")])
         print(f"\n==== {config.run_dir}", flush=True)
-    if config.plan:
+    if started_stage() == "plan":
         print_plan(config)
         return
     stages = [each for each in stages_of(config) if each[0] != "export" or has_format(config.head.name)]
@@ -95,12 +96,13 @@ def check(config: PipelineConfig) -> None:
     check_one_start(config.head)
     if config.acceptance.prompts_file is not None:
         check_is_file(Path(config.acceptance.prompts_file))
-    if config.train.stream and not config.plan:
+    is_plan = started_stage() == "plan"
+    if config.train.stream and not is_plan:
         raise UserError(
             "train.stream: must be false for a whole run, which runs one stage after the other, but is true; run "
             "`mtptrain hidden-states` and `mtptrain train` at the same time instead"
         )
-    if not config.plan:  # which downloads no weights, and writes nothing
+    if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
         if has_format(config.head.name):

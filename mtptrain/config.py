@@ -39,9 +39,10 @@ from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
 from mtptrain.settings.loss import OWN_PARTS, LossPart, loss_mix
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
-from mtptrain.settings.training import Resume, Tracker, TrainConfig
+from mtptrain.settings.training import Tracker, TrainConfig
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path
+from mtptrain.utils.startup import started_stage
 
 __all__ = [
     "RECIPES",
@@ -57,7 +58,6 @@ __all__ = [
     "PromptSource",
     "PromptsConfig",
     "ResponsesConfig",
-    "Resume",
     "StoreDtype",
     "Tracker",
     "TrainConfig",
@@ -78,10 +78,6 @@ class PipelineConfig:
     """Folder of the run. Each stage writes to a folder in it."""
     seed: int = between(0, 2**63 - 1, default=0)
     """Seed of a head's random weights, of the order of the training data, and of sampled responses."""
-    plan: bool = False
-    """Whether only to print what the run will need: what `mtptrain plan` does."""
-    verify: bool = False
-    """Whether only to check every byte of the finished hidden states: what `mtptrain verify` does."""
     distributed_timeout_hours: float = between(1 / 3600, 10_000, default=24.0)
     """How long ranks wait for each other before the run fails: extraction may finish hours earlier on one rank than on
     another. A rank that fails ends the run at once, regardless of the timeout."""
@@ -147,7 +143,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
 
 def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
-    on_gpu = has_gpu() or (config.plan and config.planner.gpu_tflops > 0)
+    on_gpu = has_gpu() or (started_stage() == "plan" and config.planner.gpu_tflops > 0)
     responses, hidden_states = config.responses, config.hidden_states
     responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), on_gpu)
     hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpu)

@@ -47,11 +47,6 @@ class StageDir:
     setting: str = "run_dir"
     """Name of the setting that chooses the folder, for error messages."""
 
-    @staticmethod
-    def chosen(given: str | None, setting: str, default: Path) -> "StageDir":
-        """Returns the folder of a program's output, which a setting of its own may move out of the `run_dir`."""
-        return StageDir(default) if given is None else StageDir(Path(given), setting)
-
     def check(self) -> None:
         """Refuse a folder that is not empty and has no `stage.json` of ours, or a path that is a file."""
         problem, others = None, self._others_file()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.config import PipelineConfig, Resume, Tracker, TrainConfig
+from mtptrain.config import PipelineConfig, Tracker, TrainConfig
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Split
@@ -54,7 +54,6 @@ from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
     Progress,
     check_checkpoint,
-    check_resume,
     describe_newest,
     load_checkpoint,
     newest_whole_checkpoint,
@@ -124,7 +123,6 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
-    check_resume(config.train.resume, checkpoints)
     check_one_start(config.head)
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
@@ -147,7 +145,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
-    elif config.train.resume is Resume.auto and ranks.is_first:
+    elif ranks.is_first:
         warn_of_lost_checkpoints(run.stage_dir("train"))
     # 4. Choose the validation prompts and pack the documents into steps.
     validation = None
@@ -298,8 +296,7 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
             break
     if stopped_by and ranks.is_first and progress.step > training.progress.step:  # it made a step
         ProgressBar.write(
-            f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command continues from it, unless it "
-            "sets train.resume=never"
+            f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command continues from it"
         )
     bar.close()
     for closed in (tracer, tracking):

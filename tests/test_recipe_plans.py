@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -36,7 +37,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pl
     def of(target: str, head: str) -> Plan:
         name = f"{target}_{head}"
         if name not in made:
-            config, directory = compose_recipe(name, "plan=true"), tmp_path_factory.mktemp(name)
+            with patch("mtptrain.config.started_stage", lambda: "plan"):
+                config, directory = compose_recipe(name), tmp_path_factory.mktemp(name)
             assert config.target.path == PUBLISHED_TARGETS[target].name
             PUBLISHED_TARGETS[target].config().save_pretrained(directory)
             config.target.path, config.run_dir = str(directory), str(directory / "run")
@@ -87,9 +89,10 @@ def test_a_plan_keeps_well_below_the_disks_of_a_node_within_a_day_and_warns_of_d
 @pytest.mark.parametrize("head", [*sorted(ANY_TARGET), "eagle3", "peagle", "medusa"])
 def test_an_8b_target_fits_one_gpu_of_24_gb(head: str, tmp_path: Path) -> None:
     PUBLISHED_TARGETS["qwen3_8b"].config().save_pretrained(tmp_path)
-    here = (f"target.path={tmp_path}", f"run_dir={tmp_path}/run", "plan=true")
+    here = (f"target.path={tmp_path}", f"run_dir={tmp_path}/run")
     recipe, *chosen = (head,) if head in ANY_TARGET else ("mtp", f"head={head}")
-    config = compose_recipe(recipe, "hardware=gpu_1", *chosen, *here)
+    with patch("mtptrain.config.started_stage", lambda: "plan"):
+        config = compose_recipe(recipe, "hardware=gpu_1", *chosen, *here)
     warnings = Plan(config, free_bytes=NODE_DISK_BYTES).warnings
     assert [text for text in warnings if "on GPUs it is dense" not in text] == []
     config.planner.gpu_memory_gb = 12

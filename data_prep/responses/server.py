@@ -22,6 +22,10 @@ from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, 
 
 from .dialogue import INCOMPLETE, Prompt, Response, Sampling, decode, decode_response
 
+API_KEY = "OPENAI_API_KEY"
+"""The environment variable of the server's key, which is that of OpenAI's own client."""
+MAX_RETRIES = 3
+"""How often a failed request is repeated."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from the server."""
@@ -47,11 +51,11 @@ class CompletionServer:
         vocab_size: int,
     ) -> None:
         """Ask the server for its models."""
-        api_key = os.environ.get(settings.api_key_variable, "")
+        api_key = os.environ.get(API_KEY, "")
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             raise UserError(
-                f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII "
-                "characters without spaces, but holds others, such as a line break; set it again"
+                f"{API_KEY}: must hold a key of printable ASCII characters without spaces, but holds others, such as a "
+                "line break; set this environment variable again"
             )
         self._url, self._secrets = url, secrets_of(url, api_key)
         self.url = self._shown(url)
@@ -84,7 +88,7 @@ class CompletionServer:
         raise UserError(
             "responses.url: must be the base URL of a running OpenAI-compatible server, such as "
             f"http://localhost:8000/v1, but at {self._shown(address_below(self._url, '/models'))} {problem}; start the "
-            "server, correct the address, or set the environment variable of the key (responses.api_key_variable)"
+            f"server, correct the address, or set the environment variable {API_KEY} to its key"
         )
 
     def _version(self) -> str | None:
@@ -108,7 +112,7 @@ class CompletionServer:
     async def complete(self, prompt: Prompt) -> Response:
         """Returns the response to a prompt, or raises RequestFailed.
 
-        If the server is busy or unreachable, or its answer is not JSON, retries up to `responses.max_retries` times.
+        If the server is busy or unreachable, or its answer is not JSON, retries up to `MAX_RETRIES` times.
         """
         max_new_tokens, attempt = self._sampling.max_new_tokens, 0
         while True:
@@ -116,7 +120,7 @@ class CompletionServer:
                 content = await self._fetch("/completions", self._request(prompt, max_new_tokens))
                 return self._parse(content, prompt.token_ids, max_new_tokens)
             except RequestFailed as failure:
-                if not failure.may_retry or attempt == self._settings.max_retries:
+                if not failure.may_retry or attempt == MAX_RETRIES:
                     raise
                 asked_s = min(failure.retry_after_s, self._settings.timeout_s)
             await asyncio.sleep(max(asked_s, min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)))

@@ -159,7 +159,8 @@ def scratch_dir(output_dir: Path) -> Iterator[Path]:
 def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
     """Returns a row for each K and concurrency, and the engine's version. Writes the times of all answers.
 
-    An engine is warmed up, and then runs all concurrencies, and all again for each further repeat.
+    An engine is warmed up by as many requests as will be in flight. It then runs all concurrencies, and all again for
+    each further repeat.
 
     Raises:
         UserError: an engine or a request failed.
@@ -178,8 +179,9 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
     version = ""
     for num_drafts in [None] if isinstance(bench.served, EngineServer) else [0, *drafting_choices(bench.config)]:
         name = "server" if num_drafts is None else f"K{num_drafts}"
-        warmup = [Load(f"{name}_warmup", settings.warmup_requests, max(settings.concurrency))]
-        loads = warmup[: settings.warmup_requests] + [
+        largest = max(settings.concurrency)
+        warmup = Load(f"{name}_warmup", largest, largest)
+        loads = [warmup] + [
             Load(f"{name}_concurrency{concurrency}_run{run}", bench.num_requests, concurrency)
             for run in range(1, settings.repeats + 1)
             for concurrency in settings.concurrency
@@ -191,7 +193,7 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
             version, results = engine.run_loads(bench.served, num_drafts or 0, requests, loads, scratch)
         for load, result in zip(loads, results, strict=True):
             write_json(bench.output_dir / f"load_{load.name}.json", asdict(result))
-        measured = [pair for pair in zip(loads, results, strict=True) if pair[0] not in warmup]
+        measured = list(zip(loads, results, strict=True))[1:]
         rows += fastest([Row.of(num_drafts, load.concurrency, result) for load, result in measured])
     warn_of_unequal_work(rows)
     return rows, version

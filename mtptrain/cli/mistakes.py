@@ -23,6 +23,16 @@ CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()}
 OPEN_SECTIONS = ("deepspeed.", "prompts.roles.", "prompts.template_kwargs.")
 """Sections to which the command line may add names that no recipe has."""
 
+REPLACED = {
+    **{name: f"type mtptrain {name}" for name in ("plan", "verify")},
+    **{f"serving.{name}": "set serving.program" for name in ("python", "llama_server", "openvino_python")},
+    "serving_bench.output_dir": "set serving.output_dir, in which serving_bench is made",
+    **{f"planner.{name}_peak_share": f"set planner.{name}_tokens_per_s" for name in ("hidden_states", "train")},
+    "responses.api_key_variable": "set the environment variable OPENAI_API_KEY",
+    "train.resume": "training continues from the newest checkpoint, and starts from scratch in another run_dir",
+}
+"""What to do instead of giving a setting of earlier versions, where a similar name does not say it."""
+
 
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
     """Returns what is wrong with the arguments for which Hydra or OmegaConf raised `error`."""
@@ -43,14 +53,14 @@ def unknown_name(name: str, arguments: Sequence[str]) -> str:
 
     These are a very similar name, or else settings of the same name in other sections, or else the most similar name.
     """
+    problem = f"{name}: must be the name of a setting, but no setting has this name; "
+    if name in REPLACED:
+        return problem + REPLACED[name]
     names, last = setting_names(arguments), name.rpartition(".")[2]
     very_similar, similar = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
     meant = very_similar or [each for each in names if each.rpartition(".")[2] == last][:2] or similar
     free = f" (+{name}=VALUE adds a new one)" if name.startswith(OPEN_SECTIONS) else ""
-    return (
-        f"{name}: must be the name of a setting, but no setting has this name; "
-        f"{advice(meant, '`--cfg job` shows all settings')}{free}"
-    )
+    return f"{problem}{advice(meant, '`--cfg job` shows all settings')}{free}"
 
 
 def advice(names: Sequence[str], otherwise: str) -> str:

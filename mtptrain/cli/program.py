@@ -39,6 +39,8 @@ from mtptrain.utils.startup import guarded_imports, start_stage, started_stage
 
 def run_stage(name: str) -> None:
     """Run the stage of this name on the settings in `sys.argv[1:]`."""
+    warnings.showwarning = show_warning
+    name = verb_of(name, sys.argv)
     start_stage(name)
     module = python_module(STAGES[name].program)
 
@@ -66,10 +68,6 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
         except OmegaConfBaseException:  # reported when `main` reads it
             run_dir = None
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
-            try:
-                set_verbs(cfg, started_stage())
-            except UserError as error:
-                exit_with_error(error, str(error), EXIT_MISTAKE)
             try:
                 config = load_config(cfg)
                 announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
@@ -108,20 +106,18 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
         exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
 
-def set_verbs(config: DictConfig, stage: str | None) -> None:
-    """Make the program of `mtptrain plan` plan, and that of `mtptrain verify` verify.
+def verb_of(stage: str, arguments: list[str]) -> str:
+    """Returns the stage that is meant: `mtptrain run plan=true` still means `mtptrain plan`, with a warning.
 
-    The settings of these names, which earlier versions had instead, still do so for the same programs.
+    The setting of earlier versions is removed from the arguments.
     """
-    for verb in VERBS:
-        if stage == verb:
-            OmegaConf.update(config, verb, True)
-        elif OmegaConf.select(config, verb) is True and stage is not None:
-            if stage not in VERBS[verb]:
-                raise UserError(
-                    f"{verb}: must be false for mtptrain {stage}, but is true; leave it out, or type mtptrain {verb}"
-                )
-            warnings.warn(f"{verb}=true will be removed: type mtptrain {verb} instead", stacklevel=2)
+    for verb, stages in VERBS.items():
+        old = f"{verb}=true"
+        if stage in stages and old in arguments:
+            arguments.remove(old)
+            warnings.warn(f"{old} will be removed: type mtptrain {verb} instead", stacklevel=2)
+            return verb
+    return stage
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

@@ -126,8 +126,7 @@ STAGES = {
 
 
 VERBS = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
-"""The stages that are something else done by another stage's program. Earlier versions had a setting of the same name
-for these other stages instead, which still works for them."""
+"""Stages that earlier versions had as a setting of the same name, and the stages that still take it as an argument."""
 
 
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:

@@ -247,13 +247,17 @@ class PromptLookupDrafter:
         return []
 
 
+HYBRID_MIN_MATCH = 4
+"""Number of newest tokens that must occur earlier in the text for prompt lookup to draft in a hybrid."""
+
+
 class HybridDrafter:
     """Drafts by prompt lookup if the newest `min_match` tokens also occur earlier, followed by at least K tokens.
 
     Otherwise the head drafts.
     """
 
-    def __init__(self, head: HeadDrafter, min_match: int) -> None:
+    def __init__(self, head: HeadDrafter, min_match: int = HYBRID_MIN_MATCH) -> None:
         self.head = head
         self.look_up = PromptLookupDrafter(
             head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True

@@ -79,8 +79,6 @@ class Engine(ABC):
 class RunningEngine(Engine):
     """An engine that mtptrain starts or asks."""
 
-    program_setting: str
-    """The field of `ServingConfig` that names the engine's program."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
     advice: str

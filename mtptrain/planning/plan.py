@@ -33,7 +33,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import train_dtype
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import read_target_config, routed_experts
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
@@ -46,6 +46,12 @@ UNKNOWN_TOKENS = 1_000_000
 """Number of tokens assumed if the recipe sets no limit and mtptrain prompts has not been run."""
 RECOMPUTING = 1.15
 """FLOPs of a step with activation checkpointing, relative to one without: 1.01 (`medusa`) to 1.26 (`dflash`)."""
+
+EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
+"""Shares of a GPU's published peak that extraction, that of a target with experts, whose small matrix products run far
+below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
+CPU_SHARE = 0.25
+"""Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
 
 
 class Plan:
@@ -273,7 +279,8 @@ class Plan:
         rate, text = planner.hidden_states_tokens_per_s, "as given"
         if not rate:
             flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
-            share, written = planner.hidden_states_peak_share, stored + self.written_bytes
+            has_experts, written = routed_experts(self.target_config)[1] > 1, stored + self.written_bytes
+            share = EXPERTS_SHARE if has_experts else EXTRACTION_SHARE
             rate, text = tokens_per_s(planner, flops, share, at_work, getattr(torch, settings.dtype), written)
         extraction_s = self.num_tokens / rate
         self.rows["time of hidden states"] = f"{duration(extraction_s)} at {rate:,.0f} tokens/s, {text}"
@@ -282,8 +289,7 @@ class Plan:
         if not rate:
             of_step = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing)
             flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
-            share, gpus = planner.train_peak_share, planner.num_gpus
-            rate, text = tokens_per_s(planner, flops, share, gpus, self.dtype, stored)
+            rate, text = tokens_per_s(planner, flops, TRAIN_SHARE, planner.num_gpus, self.dtype, stored)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         self.rows["time of training"] = f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
         self.seconds = {"hidden-states": extraction_s, "train": tokens / rate}
@@ -296,15 +302,15 @@ def tokens_per_s(
 ) -> tuple[float, str]:
     """Returns the tokens/s of a stage, and what limits it.
 
-    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, or on the CPU, and the disk,
-    which reads or writes `disk_bytes` for a token.
+    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, or on the CPU at `CPU_SHARE`,
+    and the disk, which reads or writes `disk_bytes` for a token.
     """
     peak, where = planner.gpu_tflops * 1e12, f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
     if not peak and torch.cuda.is_available():
         peak = matmul_peak(torch.device("cuda"), dtype)
         where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
     elif not peak:
-        peak, gpus = matmul_peak(torch.device("cpu"), dtype), 1
+        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, CPU_SHARE
         where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
     rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
     if 0 < disk_rate < rate:

@@ -111,7 +111,8 @@ class ResponsesConfig:
 
     url: str | None = None
     """Base URL of an OpenAI-compatible server (vLLM, SGLang) that serves the target, such as
-    `http://localhost:8000/v1`. null runs the target in this process with transformers."""
+    `http://localhost:8000/v1`. null runs the target in this process with transformers. The environment variable
+    `OPENAI_API_KEY` holds the server's key, if it needs one."""
     model: str | None = None
     """The target's model name on the server; null uses the server's only model."""
     concurrency: int = at_least(1, default=64)
@@ -126,12 +127,8 @@ class ResponsesConfig:
     """0 keeps all tokens."""
     max_new_tokens: int = at_least(1, default=2048)
     """Maximum length of a response in tokens. A response that reaches it is the last of its conversation."""
-    max_retries: int = at_least(0, default=3)
-    """Number of times to retry a failed request."""
     timeout_s: float = at_least(0.01, default=600.0)
     """Timeout of one request."""
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the server's API key. If the variable is unset, no key is sent."""
 
 
 @dataclass
@@ -139,7 +136,7 @@ class HiddenStatesConfig:
     """Stage 2: hidden states of the frozen target over the training prompts."""
 
     backend: Backend = Backend.transformers
-    """Engine that runs the target: transformers in this process, or vLLM in a separate one (`serving.python`)."""
+    """Engine that runs the target: transformers in this process, or vLLM in a separate one (`serving.program`)."""
     dtype: Dtype = Dtype.auto
     """Dtype of the target's weights and arithmetic. `auto` is bfloat16 where this machine computes it fast, else
     float32."""
@@ -150,8 +147,6 @@ class HiddenStatesConfig:
     and a longer document is alone in its forward."""
     shard_tokens: int = at_least(1, default=262_144)
     """A shard ends with the document that reaches this many tokens."""
-    writer_threads: int = at_least(1, default=4)
-    """Number of CPU threads per rank that check, encode and write states. It does not change the bytes on disk."""
     compile: bool = False
     """`transformers`: torch.compile the decoder layers."""
     num_parts: int = at_least(1, default=1)

@@ -89,8 +89,6 @@ class AcceptanceConfig:
     confidence_thresholds: list[float] = field(default_factory=list)
     """Head `dspark`: further rows, in each of which a draft ends before the first token whose confidence is below the
     threshold, as llama.cpp's `--spec-draft-p-min` does."""
-    hybrid_min_match: int = at_least(1, default=4)
-    """Baseline `hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/acceptance`."""
 
@@ -187,12 +185,10 @@ class ServingConfig:
     """The engine of mtptrain serving-check, which compares its acceptance with ours, and of mtptrain serving-bench."""
 
     engine: ServingEngine = ServingEngine.vllm
-    python: str | None = None
-    """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
-    llama_server: str | None = None
-    """llama.cpp's program `llama-server`; null uses `.engines/llama_cpp` in the checkout, or else PATH."""
-    openvino_python: str | None = None
-    """Python interpreter with OpenVINO GenAI and optimum-intel; null uses `.venv-openvino` in the checkout."""
+    program: str | None = None
+    """The engine's program: a Python interpreter with vLLM, or with OpenVINO GenAI and optimum-intel, or llama.cpp's
+    `llama-server`. null uses what `make` installed in the checkout, or else `llama-server` on PATH. That of vLLM also
+    serves `hidden_states.backend=vllm`."""
     openvino_weights: OpenvinoWeights = OpenvinoWeights.fp32
     """Type of the weights of target and head after their conversion for OpenVINO. Only fp32 is exact."""
     url: str | None = None
@@ -203,7 +199,12 @@ class ServingConfig:
     """The exported head; null is `export.output_dir` if `export.engine` is the same engine, or else
     `run_dir/export/<engine>`."""
     output_dir: str | None = directory_path(default=None)
-    """Directory of report.json; null is `run_dir/serving_check`."""
+    """Directory in which `serving_check` and `serving_bench` are made; null is `run_dir`."""
+
+    @property
+    def vllm_python(self) -> str | None:
+        """The Python of vLLM for programs that need vLLM whatever the engine is; None for the default."""
+        return self.program if self.engine is ServingEngine.vllm else None
 
 
 @dataclass
@@ -225,15 +226,11 @@ class ServingBenchConfig:
     repeats: int = at_least(1, default=1)
     """Number of runs at each K and concurrency; the fastest counts. An engine runs all concurrencies, then all of them
     again."""
-    warmup_requests: int = at_least(0, default=8)
-    """Number of requests to each engine before its first measured request, at the largest concurrency."""
     ignore_eos: bool = False
     """Make every answer acceptance.max_new_tokens long. The text after an answer's end often repeats itself, so more
     drafts are accepted than users would see."""
     server_args: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve` or `llama-server` for each that is started, such as `[--enforce-eager]`."""
-    output_dir: str | None = directory_path(default=None)
-    """Directory of report.json; null is `run_dir/serving_bench`."""
 
 
 ENGINES_WITH = {

@@ -24,7 +24,7 @@ class LossPart(StrEnum):
     nla = "nla"
     """Negative log acceptance, -log a (arXiv 2602.23881). Its gradient is the one of `tv` divided by a."""
     lk = "lk"
-    """w KL + (1 - w) TV, where w = exp(-lk_eta a) has no gradient (arXiv 2602.23881)."""
+    """w KL + (1 - w) TV, where w = exp(-3 a) has no gradient (arXiv 2602.23881)."""
     ce = "ce"
     """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
     data_ce = "data_ce"

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from mtptrain.utils.setting_bounds import at_least, share
+from mtptrain.utils.setting_bounds import at_least
 
 
 @dataclass
 class PlannerConfig:
-    """The hardware that `mtptrain plan` plans for, and its speed, as measured or as a share of its peak."""
+    """The hardware that `mtptrain plan` plans for, and its speed."""
 
     num_gpus: int = at_least(1, default=8)
     """Number of GPUs of the run; a machine without a GPU counts as one."""
@@ -16,15 +16,10 @@ class PlannerConfig:
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU. Above 0, `auto` precision in a plan
     is that of GPUs."""
-    hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
-    """Share of the peak that extraction reaches; used if `hidden_states_tokens_per_s` is 0."""
-    train_peak_share: float = share(default=0.5, hint="1 is the whole peak")
-    """Share of the peak that training reaches; used if `train_tokens_per_s` is 0."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
     """Disk bandwidth, which limits extraction (it writes states) and training (it reads them); 0 ignores this limit."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs
-    and disk bytes."""
+    """Measured extraction speed of all GPUs together; 0 estimates it from the rates above, a share
+    of the peak that is usual, and each token's FLOPs and disk bytes."""
     train_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured training speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs
-    and disk bytes."""
+    """Measured training speed of all GPUs together; 0 estimates it as that of extraction."""

@@ -8,13 +8,6 @@ from mtptrain.settings.loss import LossPart
 from mtptrain.utils.setting_bounds import at_least
 
 
-class Resume(StrEnum):
-    auto = "auto"
-    """Continue from the newest complete checkpoint of the run, or start from scratch if there is none."""
-    never = "never"
-    """Start from scratch; refuse to overwrite existing checkpoints."""
-
-
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     muon = "muon"
@@ -51,8 +44,6 @@ class TrainConfig:
     """The loss weight of depth k is ttt_loss_decay ** k; the weights are normalised to sum to one."""
     loss: Any = LossPart.kl.value
     """The name of a `LossPart`, or a mix that gives parts their weights, as in `train.loss={ce:0.1,tv:0.9}`."""
-    lk_eta: float = at_least(0.0, default=3.0)
-    """For the part `lk` of the loss: how fast the weight moves from KL to total variation as acceptance rises."""
     feature_weight: float = at_least(0.0, default=0.0)
     """Weight of the part `features` of the loss, in addition to the parts that `loss` names."""
     stream: bool = False
@@ -61,9 +52,6 @@ class TrainConfig:
     stream_shards: int = at_least(1, default=16)
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
     disk."""
-    loss_chunk_rows: int = at_least(1, default=1536)
-    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
-    per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
@@ -90,5 +78,4 @@ class TrainConfig:
     checkpoint also follows the last step of each window."""
     keep_checkpoints: int = at_least(1, default=2)
     """Number of newest checkpoints to keep; the best head by acceptance is kept separately."""
-    resume: Resume = Resume.auto
     tracker: Tracker = Tracker.wandb

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from mtptrain.config import Resume, TrainConfig
+from mtptrain.config import TrainConfig
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
@@ -51,7 +51,6 @@ OPTIMISATION_SETTINGS = (
     "max_grad_norm",
     "ttt_loss_decay",
     "loss",
-    "lk_eta",
     "feature_weight",
 )
 """Settings of `train` that must not change when a run resumes."""
@@ -101,10 +100,7 @@ def describe_newest(directory: Path) -> str:
             "often to save one"
         )
     newest = checkpoints[-1]
-    return (
-        f"the newest checkpoint, of step {step_of(newest)}, is kept in {newest}; the same command continues from it, "
-        "unless it sets train.resume=never"
-    )
+    return f"the newest checkpoint, of step {step_of(newest)}, is kept in {newest}; the same command continues from it"
 
 
 def save_checkpoint(
@@ -182,16 +178,6 @@ def find_fault(folder: Path) -> str | None:
         return str(error)
     step = marker["step"]
     return None if step == step_of(folder) else f"{folder}: must be step_{step:08d}, but was renamed"
-
-
-def check_resume(setting: Resume, directory: Path) -> None:
-    """Raises UserError if `train.resume=never` would overwrite checkpoints."""
-    checkpoints = finished_checkpoints(directory)
-    if setting is Resume.never and checkpoints:
-        raise UserError(
-            f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "
-            "train.resume=auto to continue from it, or choose another run_dir"
-        )
 
 
 def resume_facts(

@@ -38,7 +38,7 @@ def agreement(group: DepthGroup, chunk_rows: int) -> Agreement:
     for block in blocks(num_depths, num_drafts, chunk_rows):
         teacher = teach(group.target_logits(group.target_states[block.targets]), group.draft_token_ids)
         logits = corrected_logits(block.rows(group.states), group.lm_head, group.correction_at(block))
-        drafted = compare(logits, teacher, {}, num_depths, 0.0)
+        drafted = compare(logits, teacher, {}, num_depths)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
         for values, x in zip((drafted.overlap, drafted.target_ce, is_inside), whole, strict=True):
             block.write(values.unflatten(0, (num_depths, -1)), x)

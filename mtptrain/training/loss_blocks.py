@@ -142,13 +142,12 @@ def compare(
     teacher: Teacher,
     weights: dict[LossPart, torch.Tensor],
     num_depths: int,
-    lk_eta: float,
     data_tokens: torch.Tensor | None = None,
 ) -> Drafted:
     """Compare the logits of drafts [T * C, D], those of all depths concatenated, with the teacher of C target tokens.
 
     `weights` has the weight of each row in the loss [T * C] for each part whose gradient is wanted. `LossPart.data_ce`
-    needs the data's own tokens [C], -1 where outside the head's vocabulary, and `LossPart.lk` its `train.lk_eta`.
+    needs the data's own tokens [C], -1 where outside the head's vocabulary.
     """
     tokens = teacher.tokens.repeat(num_depths)
     data_rows = None if data_tokens is None else data_tokens.repeat(num_depths)
@@ -163,7 +162,6 @@ def compare(
         tuple(weights.values()),
         tuple(part.value for part in weights),  # torch.compile guards on strings, but not on members of an enum
         num_depths,
-        lk_eta,
     )
     log_total, at_token = total.log(), _at(logits, tokens)
     cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
@@ -198,7 +196,6 @@ def _rows_and_grad(
     weights: tuple[torch.Tensor, ...],
     parts: tuple[str, ...],
     num_depths: int,
-    lk_eta: float,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]
 ]:  # fmt: skip
@@ -226,7 +223,7 @@ def _rows_and_grad(
     total = exps.sum(-1, keepdim=True)
     drafted = exps / total
     overlap = torch.minimum(probs, drafted).sum(-1)
-    rows = Rows(probs, log_probs, drafted, shifted, total, overlap, mass, tokens, data_tokens, lk_eta)
+    rows = Rows(probs, log_probs, drafted, shifted, total, overlap, mass, tokens, data_tokens)
     grad, divergences = None, []
     for part, weight in zip(parts, weights, strict=True):
         if part in DIVERGENCES:

@@ -12,6 +12,8 @@ import torch
 
 from mtptrain.settings.loss import LossPart
 
+LK_ETA = 3.0
+"""How fast the weight of the part `lk` moves from KL to total variation as acceptance rises, as published."""
 SMALLEST = torch.finfo(torch.float32).tiny
 """The least value that a probability has inside a logarithm or a denominator."""
 
@@ -28,7 +30,6 @@ class Rows(NamedTuple):
     mass: torch.Tensor | None  # f32[R], the sum of target_probs; None if it is 1
     target_tokens: torch.Tensor  # i64[R], -1 outside the head's vocabulary
     data_tokens: torch.Tensor | None  # i64[R], -1 outside the head's vocabulary
-    lk_eta: float
 
 
 Gradient = torch.Tensor
@@ -53,7 +54,7 @@ def _nla(rows: Rows) -> Gradient:
 
 
 def _lk(rows: Rows) -> Gradient:
-    weight = torch.exp(-rows.lk_eta * rows.overlap)[:, None]
+    weight = torch.exp(-LK_ETA * rows.overlap)[:, None]
     return weight * _kl(rows) + (1 - weight) * _tv(rows)
 
 
@@ -124,7 +125,7 @@ class Drafted(NamedTuple):
     gradient: torch.Tensor | None  # [R, D], of the weighted loss with respect to the logits, in their dtype
 
 
-def part_values(drafted: Drafted, part: LossPart, lk_eta: float) -> torch.Tensor:
+def part_values(drafted: Drafted, part: LossPart) -> torch.Tensor:
     """Returns the value of a part that is not coupled and depends on logits f32[R]."""
     if part in drafted.divergences:
         return drafted.divergences[part]
@@ -132,7 +133,7 @@ def part_values(drafted: Drafted, part: LossPart, lk_eta: float) -> torch.Tensor
         assert drafted.data_ce is not None
         return drafted.data_ce
     if part is LossPart.lk:
-        weight = torch.exp(-lk_eta * drafted.overlap)
+        weight = torch.exp(-LK_ETA * drafted.overlap)
         return weight * drafted.kl + (1 - weight) * (1 - drafted.overlap)
     return {
         LossPart.kl: lambda: drafted.kl,

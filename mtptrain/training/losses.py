@@ -29,13 +29,13 @@ class LossSettings:
 
     mix: dict[LossPart, float] = field(default_factory=lambda: {LossPart.kl: 1.0})
     """The weight of each part, above 0."""
-    lk_eta: float = 3.0
     chunk_rows: int = 1536
-    """Maximum number of rows in one block of logits [rows, V]; see `TrainConfig.loss_chunk_rows`."""
+    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
+    per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
-        return cls(loss_mix(config.loss, config.feature_weight), config.lk_eta, config.loss_chunk_rows)
+        return cls(loss_mix(config.loss, config.feature_weight))
 
     @property
     def couples_depths(self) -> bool:
@@ -143,7 +143,6 @@ class _ChunkedLoss(torch.autograd.Function):
                 teacher,
                 weight_of,
                 num_depths,
-                settings.lk_eta,
                 data_block,
             )
             # 3. Turn the gradients with respect to the logits into those of the states and of trained weights.
@@ -168,7 +167,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     assert selected is not None
                     value = selected.kl
                 else:
-                    value = part_values(drafted, part, settings.lk_eta)
+                    value = part_values(drafted, part)
                 values.append(value)
             made = drafted if selected is None else selected  # the drafts as they are made
             figures = torch.stack([drafted.kl, made.is_right.float(), made.overlap, *values])
@@ -204,7 +203,6 @@ def compare_drafts(
     teacher: Teacher,
     weights: dict[LossPart, torch.Tensor],
     num_depths: int,
-    lk_eta: float,
     data_tokens: torch.Tensor | None,
 ) -> tuple[Drafted, Selected | None]:
     """Compare the logits of a block with their teacher; if drafts are chosen among candidates, compare these too.
@@ -215,7 +213,7 @@ def compare_drafts(
     others: dict[LossPart, torch.Tensor] = {
         part: weight for part, weight in weights.items() if part is not LossPart.selector
     }
-    drafted = compare(logits, teacher, others, num_depths, lk_eta, data_tokens)
+    drafted = compare(logits, teacher, others, num_depths, data_tokens)
     if correction is None or correction.num_candidates is None:
         return drafted, None
     weight = weights.get(LossPart.selector, logits.new_zeros(len(logits), dtype=torch.float32))

@@ -166,7 +166,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [("mtp", {}), ("eagle3", {"draft_vocab
 def rehearse_all() -> list[Rehearsed]:
     """Runs in a child a step of each case: a head, and its settings."""
     become_rank_0_of_8()
-    target, train = PUBLISHED_TARGETS["llama3_1_8b"].config(), TrainConfig(compile=False, loss_chunk_rows=4096)
+    target, train = PUBLISHED_TARGETS["llama3_1_8b"].config(), TrainConfig(compile=False)
     return [
         rehearse(HEADS[name].Config(**{"ttt_steps": 5, **settings}), target, CHATS, train) for name, settings in CASES
     ]

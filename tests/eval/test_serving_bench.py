@@ -115,8 +115,8 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_set
 ) -> None:
     """Needs no program, export or GGUF file on this machine."""
     monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
-    bench_settings = ("serving_bench.concurrency=[1,3]", "serving_bench.warmup_requests=2", "serving_bench.repeats=2")
-    missing = ("serving.python=/none", "serving.llama_server=/none", f"serving.engine={engine}")
+    bench_settings = ("serving_bench.concurrency=[1,3]", "serving_bench.repeats=2")
+    missing = ("serving.program=/none", f"serving.engine={engine}")
     with fake_server() as fake:
         fake.serves(tiny_target)
         url = f"serving.url={fake.url.replace('//', '//me:secret@')}"
@@ -129,7 +129,7 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_set
     report = json.loads((output_dir / "report.json").read_text())
     num_requests = report["requests"]
     assert num_requests == max(3, report["prompts"])
-    assert len(fake.requests) == 2 + 4 * num_requests
+    assert len(fake.requests) == 3 + 4 * num_requests
     assert [(each["concurrency"], each["requests"]) for each in report["rows"]] == [
         (1, num_requests),
         (3, num_requests),
@@ -168,11 +168,11 @@ def test_bad_input_is_refused_before_anything_starts(
     run_dir, settings = fresh_run
     for overrides, message in (
         ([URL], r"serving\.url: must be a running vLLM server, but http://127.0.0.1:9/\S+ does not answer"),
-        (["serving.python=/none"], r"serving\.python: must be a Python with vLLM, but /none does not exist"),
+        (["serving.program=/none"], r"serving\.program: must be a Python with vLLM, but /none does not exist"),
         (["serving.engine=llama_cpp"], r"target\.gguf: must be the target as a GGUF file, which llama.cpp serves, but"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(Run(make_config(*settings, *overrides)), tmp_path)
-    result = run_program("serving-bench", *settings, f"serving.python={sys.executable}")
+    result = run_program("serving-bench", *settings, f"serving.program={sys.executable}")
     assert result.returncode == 1 and f"must be a Python with vLLM, but {sys.executable} has" in result.stderr
     assert not (run_dir / "serving_bench").exists()

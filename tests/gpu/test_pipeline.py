@@ -51,7 +51,7 @@ SIZES = {
         *("prompts.max_document_tokens=128", "prompts.validation_fraction=0.2", "hidden_states.dtype=float32"),
         *("deepspeed=zero0", "train.max_steps=24", "train.save_every=2", "train.validation_prompts=0"),
         *("acceptance.num_prompts=8", "acceptance.max_new_tokens=16", "acceptance.prompt_tokens=32"),
-        "serving.python=/nowhere",
+        "serving.program=/nowhere",
     ),
 }
 COMPARED_DOCUMENTS = 8
@@ -146,7 +146,7 @@ def trained(extracted: Checked) -> Checked:
 @pytest.fixture(scope="module")
 def vllm(extracted: Checked) -> None:
     try:
-        find_python(extracted.config.serving.python)
+        find_python(extracted.config.serving.vllm_python)
     except UserError as missing:
         pytest.skip(f"*** vLLM IS NOT INSTALLED: {missing} ***")
 

@@ -162,9 +162,9 @@ def run_of(
     def make(engine: str) -> Run:
         directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
         programs = {
-            "vllm": lambda: f"serving.python={request.getfixturevalue('vllm_python')}",
+            "vllm": lambda: f"serving.program={request.getfixturevalue('vllm_python')}",
             "llama_cpp": lambda: f"target.gguf={request.getfixturevalue('gguf_of')('llama')}",
-            "openvino": lambda: f"serving.openvino_python={request.getfixturevalue('openvino_python')}",
+            "openvino": lambda: f"serving.program={request.getfixturevalue('openvino_python')}",
         }
         overrides = (
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),

@@ -44,7 +44,7 @@ def test_a_checkpoints_own_layer_is_measured_fine_tuned_and_served_with_equal_co
         f"head.init_from={checkpoint}",
         f"prompts.paths=[{write_text_files(tmp_path / 'files', num_files=80)}]",
         *("acceptance.num_prompts=12", "acceptance.max_new_tokens=32", "train.lr=3e-3"),
-        f"serving.python={vllm_python}",
+        f"serving.program={vllm_python}",
     )
     run("prompts", *overrides)
     run("hidden-states", *overrides)

@@ -40,9 +40,9 @@ def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path:
 def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_path: Path, engine: str) -> None:
     settings = (
         *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
-        *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
+        *("serving_bench.num_requests=6", "serving_bench.ignore_eos=true"),
     )
-    result = run_program("serving-bench", *run_of(engine)[1], *settings, f"serving_bench.output_dir={tmp_path}/bench")
+    result = run_program("serving-bench", *run_of(engine)[1], *settings, f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((tmp_path / "bench/report.json").read_text())["rows"]
     assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [
@@ -62,9 +62,11 @@ def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_pat
         emitted = row["rounds"] + sum(row["accepted_at"]) + 6
         assert row["output_tokens"] - 6 <= emitted <= row["output_tokens"] + num_drafts * 6
         assert len(row["accepted_at"]) == num_drafts and 0 < row["accepted_at"][0] < row["rounds"]
-    left = {path.name for path in (tmp_path / "bench").iterdir()}
+    left = {path.name for path in (tmp_path / "serving_bench").iterdir()}
     assert "plot.svg" in left and ("vllm.json" in left) == (engine == "vllm")
-    assert not [path for path in (tmp_path / "bench").iterdir() if path.is_dir()], "converted models must be removed"
+    assert not [path for path in (tmp_path / "serving_bench").iterdir() if path.is_dir()], (
+        "converted models must be removed"
+    )
 
 
 @pytest.fixture(scope="module")

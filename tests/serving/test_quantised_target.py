@@ -32,7 +32,7 @@ def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
         f"acceptance.dtype={dtype}",
         "acceptance.num_prompts=12",
         "acceptance.max_new_tokens=32",
-        f"serving.python={vllm_python}",
+        f"serving.program={vllm_python}",
     )
     for module in ("prompts", "hidden-states", "train", "export"):
         result = run_program(module, *overrides)

@@ -21,7 +21,7 @@ from tests.serving.ours import OnDisk
 NUM_REQUESTS = 6
 SETTINGS = (
     *("acceptance.num_prompts=4", "serving_bench.concurrency=[1,2]", f"serving_bench.num_requests={NUM_REQUESTS}"),
-    *("serving_bench.warmup_requests=0", "serving_bench.ignore_eos=true"),
+    *("serving_bench.ignore_eos=true"),
 )
 pytestmark = pytest.mark.slow
 
@@ -36,11 +36,11 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     arguments = ["--speculative-config", json.dumps(draft)]
     with vllm_server(vllm_python, target_of("llama").directory, tmp_path / "server.log", *arguments) as url:
         before = VllmServer(url).counters()
-        settings = (*SETTINGS, f"serving.url={url}", f"serving_bench.output_dir={tmp_path}/bench")
+        settings = (*SETTINGS, f"serving.url={url}", f"serving.output_dir={tmp_path}")
         result = run_program("serving-bench", *overrides, *settings)
         assert result.returncode == 0, result.stderr[-3000:]
         counts = VllmServer(url).counts_since(before, 2 * NUM_REQUESTS)
-    rows = json.loads((tmp_path / "bench/report.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
     assert counts is not None
     assert (sum(row["rounds"] for row in rows), sum(row["drafted"] for row in rows)) == (counts.rounds, counts.drafted)
     assert [sum(row["accepted_at"][i] for row in rows) for i in range(3)] == counts.accepted_at
@@ -51,11 +51,11 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
 
 
 def test_ctrl_c_ends_every_process(run_of: Callable[[str], Run], tmp_path: Path) -> None:
-    command = program_command("serving-bench", *run_of("vllm")[1], f"serving_bench.output_dir={tmp_path}")
+    command = program_command("serving-bench", *run_of("vllm")[1], f"serving.output_dir={tmp_path}")
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            log = tmp_path / "server_K0.log"
+            log = tmp_path / "serving_bench/server_K0.log"
             while not (log.exists() and "EngineCore" in log.read_text()):
                 assert process.poll() is None
             children = psutil.Process(process.pid).children(recursive=True)

@@ -25,7 +25,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> lis
     files = write_text_files(directory / "files")
     given = [*TINY_SETTINGS, f"target.path={target_dir}", f"prompts.paths=[{files}]", f"run_dir={directory}/run"]
     given += ["head=eagle3", "head.capture_layers=[0,1]", "hidden_states.batch_tokens=512"]
-    given.append(f"serving.python={vllm_python}")
+    given.append(f"serving.program={vllm_python}")
     result = run_program("prompts", *given)
     assert result.returncode == 0, result.stderr[-3000:]
     return given

@@ -68,7 +68,6 @@ NPROC_MUST = "must be a number of at least 1, but is"
 RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the number of ranks"
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
-    ("plan=true", {}, "error: plan: must be false for jobs, but is true; type mtptrain plan with the same settings"),
     ("train.stream=true", {}, "error: train.stream: must be false for a chain of jobs, in which training waits for"),
     ("train.lrr=1", {}, "error: train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
     ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),

@@ -59,7 +59,6 @@ class LlamaCpp(RunningEngine):
         "dflash2": formats.LlamaCppDflash2,
         "draft_model": formats.LlamaCppDraftModel,
     }
-    program_setting = "llama_server"
     server = LlamaServer
     advice = (
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
@@ -100,7 +99,7 @@ class LlamaCpp(RunningEngine):
             yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
 
     def find_program(self, serving: ServingConfig) -> Path:
-        return find_llama_server(serving.llama_server)
+        return find_llama_server(serving.program)
 
     def check_target(self, target: TargetFiles) -> None:
         """Check the target's GGUF file."""
@@ -154,13 +153,13 @@ def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bo
 
 
 def find_llama_server(path: str | None) -> Path:
-    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH."""
+    """Returns the program `llama-server`: `serving.program`, the one in the checkout, or that on PATH."""
     default = str(DEFAULT_SERVER) if DEFAULT_SERVER.is_file() else shutil.which("llama-server") or str(DEFAULT_SERVER)
     found = Path(shutil.which(path or default) or path or default)
     if not os.access(found, os.X_OK) or found.is_dir():
         raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} is no program; run `make "
-            f".engines/llama_cpp/.installed` in a checkout, or build llama.cpp {VERSION} and set serving.llama_server"
+            f"serving.program: must be llama.cpp's program llama-server, but {found} is no program; run `make "
+            f".engines/llama_cpp/.installed` in a checkout, or build llama.cpp {VERSION} and set serving.program"
         )
     return found
 

@@ -48,7 +48,6 @@ class Openvino(RunningEngine):
         "dflash": OpenvinoDflash,
         "draft_model": OpenvinoDraftModel,
     }
-    program_setting = "openvino_python"
     has_server = False
     advice = "export the head again"
 
@@ -82,10 +81,8 @@ class Openvino(RunningEngine):
                 yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
 
     def find_program(self, serving: ServingConfig) -> Path:
-        setting, packages = "serving.openvino_python", f"openvino-genai=={VERSION}.* and optimum-intel"
-        return find_python(
-            setting, serving.openvino_python, ".venv-openvino", "OpenVINO GenAI", packages, FIND_OPENVINO
-        )[0]
+        packages = f"openvino-genai=={VERSION}.* and optimum-intel"
+        return find_python(serving.program, "openvino", "OpenVINO GenAI", packages, FIND_OPENVINO)[0]
 
     def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
         """Refuse what OpenVINO cannot do: sample with drafts, or decode several requests at a time with `dflash`."""
@@ -166,7 +163,7 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
         warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=2)
         result = run_worker(python, WORKER, mode, job, ENGINE.name)
     if result["version"].rsplit(".", 1)[0] != VERSION:
-        warn_of_version("OpenVINO GenAI", VERSION, result["version"], f"serving.openvino_python={python}")
+        warn_of_version("OpenVINO GenAI", VERSION, result["version"], f"serving.program={python}")
     return result
 
 

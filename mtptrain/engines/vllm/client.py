@@ -18,10 +18,10 @@ print(version(packages_distributions()["vllm"][0]))
 
 
 def find_python(given: str | None, warns: bool = True) -> Path:
-    """Returns the Python interpreter for vLLM, `serving.python`, and warns of a version that was not tested."""
-    path, version = process.find_python("serving.python", given, ".venv-vllm", "vLLM", f"vllm=={VERSION}.*", FIND_VLLM)
+    """Returns the Python interpreter for vLLM, `serving.program`, and warns of a version that was not tested."""
+    path, version = process.find_python(given, "vllm", "vLLM", f"vllm=={VERSION}.*", FIND_VLLM)
     if warns:
-        warn_of_untested(version, f"serving.python={path}")
+        warn_of_untested(version, f"serving.program={path}")
     return path
 
 

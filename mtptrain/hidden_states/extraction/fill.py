@@ -39,10 +39,14 @@ class Streams(Protocol):
         """
 
 
+WRITER_THREADS = 4
+"""Number of CPU threads per rank that check, encode and write states while later ones are computed."""
+
+
 class OverlappedWriter:
     """Writes documents to one shard after another. An error in a thread is raised later, at the latest at the end."""
 
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self, num_threads: int = WRITER_THREADS) -> None:
         """Start threads that write so many documents at a time. The bytes on disk do not depend on their number."""
         self._writing = ThreadPoolExecutor(num_threads)
         self._finishing = ThreadPoolExecutor(max_workers=1)
@@ -121,18 +125,17 @@ def fill_shards(
     dtype: StoreDtype,
     progress_name: str,
     show: bool = True,
-    writer_threads: int = 1,
 ) -> None:
     """Write the documents of `shards`, by their indices, into a store that `begin_store` has prepared.
 
     `num_captured` is L, the number of layers in `aux_hidden_states`; `progress_name` is the name of this process in the
-    progress bar; `writer_threads` check, encode and write states while later ones are computed.
+    progress bar.
     """
     total = num_tokens(documents, list(shards.values()))
     prompts = ([documents.token_ids(i) for i in shard] for shard in shards.values())
     try:
         with (
-            OverlappedWriter(writer_threads) as writer,
+            OverlappedWriter() as writer,
             ProgressBar(
                 total=total, unit="tok", unit_scale=True, desc=f"hidden states, {progress_name}", disable=not show
             ) as bar,

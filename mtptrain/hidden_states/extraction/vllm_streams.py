@@ -73,7 +73,7 @@ class VllmStreams:
 
         Layer k is the stream after k decoder layers, and the last is the state before the final norm. The folder
         `scratch_dir` is for this rank only: it is created here and removed at the end. The engine uses the GPUs after
-        those of the lower local ranks; with `device_type` cuda it refuses to run on CPUs. `python` is `serving.python`.
+        those of the lower local ranks; with `device_type` cuda it refuses to run on CPUs. `python` is vLLM's.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)

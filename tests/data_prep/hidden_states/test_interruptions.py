@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data_prep import hidden_states
-from data_prep.hidden_states import Extraction, extract_hidden_states
+from data_prep.hidden_states import Extraction, extract_hidden_states, fill, verify_store
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
@@ -76,9 +75,9 @@ def test_parts_run_concurrently_and_the_last_one_finishes_the_store(
 def test_the_full_check_names_every_damaged_shard_and_computes_nothing(
     prepared: ConfigFor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = prepared("verify=true")
+    config = prepared()
     extract_hidden_states(Run(config), ONE_RANK)
-    hidden_states.main(config)
+    verify_store(config.stage_dir("hidden_states"), ONE_RANK)
     assert "damaged" in capsys.readouterr().out
     for index in (0, 3):
         path = config.stage_dir("hidden_states") / f"shard_0000{index}.safetensors"
@@ -117,7 +116,7 @@ def test_only_what_is_missing_is_computed_and_needs_free_disk(
     extract_hidden_states(Run(config), ONE_RANK)
     assert read_store(store_dir) == undisturbed
     assert "supervised tokens" in capsys.readouterr().out
-    monkeypatch.delattr(hidden_states, "load_target")
+    monkeypatch.delattr("data_prep.hidden_states.load_target")
     extract_hidden_states(Run(config), ONE_RANK)
     assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
 
@@ -133,7 +132,7 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     def write_open_windows(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
         missing = missing_open_shards(store_dir, extraction.windows)
         assert missing is not None
-        hidden_states.fill(extraction, streams, missing, ranks)
+        fill(extraction, streams, missing, ranks)
 
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
     extract_hidden_states(Run(config), ONE_RANK)

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from mtptrain.cli.program import refuse_additions, set_verbs
+from mtptrain.cli.program import refuse_additions, verb_of
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -20,6 +19,7 @@ REPORTS = "must have a valid value, but OmegaConf reports:"
 MISTAKES = {
     "train.lrr=1": f"train.lrr: {NO_SETTING} did you mean train.lr?",
     "+sed=1": f"sed: {NO_SETTING} did you mean seed?",
+    "plan=true": f"plan: {NO_SETTING} type mtptrain plan",
     "lr=1": f"lr: {NO_SETTING} did you mean train.lr?",
     "train.seed=1": f"train.seed: {NO_SETTING} did you mean seed or acceptance.seed?",
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "
@@ -91,19 +91,12 @@ def test_every_command_that_is_named_can_be_typed() -> None:
     assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/cli/stages.py"]
 
 
-@pytest.mark.parametrize("verb", ["plan", "verify"])
-def test_a_verb_or_the_setting_of_its_name_lets_a_program_do_something_else(verb: str) -> None:
-    config = OmegaConf.create({"plan": False, "verify": False})
-    for stage in (*STAGES.keys() - {verb}, None):
-        set_verbs(config, stage)
-        config = OmegaConf.create({"plan": False, "verify": False})
-    set_verbs(config, verb)
-    assert config[verb] is True
-    with pytest.warns(UserWarning, match=f"{verb}=true will be removed: type mtptrain {verb} instead"):
-        set_verbs(config, "hidden-states")
-    result = run_ranks("mtptrain", ["train", "recipe=quickstart", f"{verb}=true"])
-    advice = f"must be false for mtptrain train, but is true; leave it out, or type mtptrain {verb}"
-    assert (result.returncode, result.stderr) == (2, f"error: {verb}: {advice}\n")
+def test_the_setting_that_a_verb_was_before_means_the_verb() -> None:
+    for verb in ("plan", "verify"):
+        arguments = ["mtptrain", f"{verb}=true"]
+        assert verb_of("train", arguments) == "train" and len(arguments) == 2
+        with pytest.warns(UserWarning, match=f"{verb}=true will be removed: type mtptrain {verb} instead"):
+            assert verb_of("hidden-states", arguments) == verb and len(arguments) == 1
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:

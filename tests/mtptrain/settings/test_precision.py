@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def test_an_explicit_precision_is_obeyed(pretended: str) -> None:
 
 
 def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
-    config = make_config("plan=true", "planner.gpu_tflops=989")
+    with patch("mtptrain.config.started_stage", lambda: "plan"):
+        config = make_config("planner.gpu_tflops=989")
     assert config.hidden_states.dtype == config.acceptance.dtype == Dtype.bfloat16
     assert config.deepspeed["bf16"]["enabled"]
 

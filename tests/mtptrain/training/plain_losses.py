@@ -108,7 +108,7 @@ def plain_losses(
             elif part is LossPart.dpace:
                 value = weights[depth] * draft.value(LossPart.ce, 0.0)
             else:
-                value = draft.value(part, settings.lk_eta)
+                value = draft.value(part, 3.0)
             loss = loss + weight * value
         losses.append(loss)
     return losses

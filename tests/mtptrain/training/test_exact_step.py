@@ -239,7 +239,7 @@ def drawn_step(
         mix = {LossPart.kl if part is LossPart.features else part: weight for part, weight in mix.items()}
     if own and head.Config.own_loss_part is not None:
         mix = mix | {LossPart(head.Config.own_loss_part): own}
-    return Step(head, depths, stored, frozen, LossSettings(mix, 3.0, rows), None)
+    return Step(head, depths, stored, frozen, LossSettings(mix, rows), None)
 
 
 STEPS = {

@@ -78,7 +78,7 @@ def test_every_part_is_its_definition_whether_or_not_the_vocabulary_is_the_heads
     for module in (losses, coupled_depths):
         monkeypatch.setattr(module, "teach", form)
     for part, ids in product(PARTS_OF_LOGITS, VOCABULARIES):
-        case, settings = Case(4, ids), LossSettings({part: 1.0}, 3.0, chunk_rows=24)
+        case, settings = Case(4, ids), LossSettings({part: 1.0}, chunk_rows=24)
         ours, plain = case.losses(settings), case.plain_losses(settings)
         torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
@@ -130,7 +130,7 @@ def test_compiled_code_gives_the_plain_losses_and_that_of_one_depth_does_not_run
         teacher, parts, found = teach(target_logits[0], None), dict.fromkeys(PARTS_OF_LOGITS, weights), []
         for is_fused in (False, True):
             fusing.set_compilation(is_fused)
-            *rows, divergences, gradient = compare(logits.flatten(0, 1), teacher, parts, num_depths, 3.0, data_tokens)
+            *rows, divergences, gradient = compare(logits.flatten(0, 1), teacher, parts, num_depths, data_tokens)
             found.append([*rows, *divergences.values(), gradient])
         fusing.set_compilation(False)
         torch.testing.assert_close(*found, atol=1e-4, rtol=1e-5)
