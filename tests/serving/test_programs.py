@@ -28,7 +28,7 @@ def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path:
     run_dir, overrides = run_of(engine)
     result = run_program("serving-check", *overrides, f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == engine
     assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
     assert (report["ours"]["drafted"] is None) == (engine == "openvino")
@@ -44,7 +44,7 @@ def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_pat
     )
     result = run_program("serving-bench", *run_of(engine)[1], *settings, f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
-    rows = json.loads((tmp_path / "bench/report.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
     assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [
         (num_drafts, concurrency) for num_drafts in (0, 1, 3) for concurrency in (1, 2)
     ]
@@ -62,11 +62,9 @@ def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_pat
         emitted = row["rounds"] + sum(row["accepted_at"]) + 6
         assert row["output_tokens"] - 6 <= emitted <= row["output_tokens"] + num_drafts * 6
         assert len(row["accepted_at"]) == num_drafts and 0 < row["accepted_at"][0] < row["rounds"]
-    left = {path.name for path in (tmp_path / "serving_bench").iterdir()}
+    left = {path.name: path.is_dir() for path in (tmp_path / "serving_bench").iterdir()}
     assert "plot.svg" in left and ("vllm.json" in left) == (engine == "vllm")
-    assert not [path for path in (tmp_path / "serving_bench").iterdir() if path.is_dir()], (
-        "converted models must be removed"
-    )
+    assert not any(left.values()), "converted models must be removed"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def test_with_rounded_weights_ours_are_compared_along_the_engines_answers(
     rounded = request.getfixturevalue("quantised") if is_llama else "serving.openvino_weights=int8"
     result = run_program("serving-check", *run_of(engine)[1], rounded, f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert report["is_equal"] or "ours are those along the engine's answers" in result.stdout
     if is_llama:
         ours, theirs = report["ours_on_their_answers"], report["theirs"]

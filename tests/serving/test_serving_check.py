@@ -37,7 +37,7 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
 ) -> None:
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
     assert result.returncode == 1 and "but they differ in" in result.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert not report["is_equal"] and report["first_divergence"]["what"] == "draft"
     assert report["theirs"]["plain_greedy_answers"] == 12, "a wrong head must not change the answers"
     assert f"draft token {report['first_divergence']['position']} is" in result.stderr

@@ -83,8 +83,8 @@ def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callabl
     # FLOPs of two layers and the final norm, and of two attention matmuls per layer over half a document.
     flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2
     plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3"))
-    assert f"at {8 * 1e9 * 0.25 / flops:,.0f} tokens/s, limited by " in plan.rows["time of hidden states"]
-    assert plan.rows["time of training"].endswith("GFLOP/token at 25% of 8 x 0.001 TFLOP/s")
+    assert f"at {8 * 1e9 * 0.4 / flops:,.0f} tokens/s, limited by " in plan.rows["time of hidden states"]
+    assert plan.rows["time of training"].endswith("GFLOP/token at 50% of 8 x 0.001 TFLOP/s")
     plan = Plan(config_for(*million, "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001"))
     assert sum(plan.seconds.values()) == pytest.approx((1 + 3) * 1e6 * (2 * 64 + 5) / 1e6)
     assert "disk of 0.001 GB/s" in plan.rows["time of training"]
