@@ -49,15 +49,15 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1600,
-    "mtptrain/cli": 387,
+    "mtptrain/cli": 395,
     "mtptrain/data": 1150,
     "mtptrain/decoding": 1850,
     "mtptrain/engines": 4200,
     "mtptrain/heads": 3340,
     "mtptrain/hidden_states": 1790,
     "mtptrain/init_from": 1330,
-    "mtptrain/planning": 629,
-    "mtptrain/settings": 1180,
+    "mtptrain/planning": 640,
+    "mtptrain/settings": 1150,
     "mtptrain/target": 2700,
     "mtptrain/training": 2860,
     "mtptrain/utils": 1110,
