@@ -1,39 +1,44 @@
-"""Reads rows from jsonl, json and parquet files and data sets on the hub, and finds the usable conversations."""
+"""Reads rows from JSON and parquet files and data sets on the hub, and finds the usable conversations."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DownloadManager, Json, ReadInstruction, load_dataset_builder
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
-from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, Row, RowFormat, parse_row, text_of
-from mtptrain.data.tool_calls import without_filled_nulls
+from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
+from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, TEXT_NAMES, RowFormat, parse_row, text_of
+from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS
 from mtptrain.target.hub import HUB_ERRORS
 from mtptrain.utils.errors import UserError, reason_of
-from mtptrain.utils.files import parse_json
 
 from .prompts_report import group_refusals
 from .renderings import EncodedItem, RenderedConversation, encode_conversations, render_conversation
 
-CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
-BLANK: Row = {}
-"""Stands for an empty line of a jsonl file, so that the index of a row is that of its line."""
+PARQUET = ".parquet"
+JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+QUOTED = "all texts in the quotes of JSON, which datasets adds where a column holds values of unlike types"
+MOST_QUOTED = 0.01
+"""Share of a file's rows that may be refused for such quotes. With more, all others are suspect too."""
+REREAD = "name the JSON files from which it was made, or write it again from them with columns of plain text"
 
 
 @dataclass
 class Source:
     """Usable rows of `prompts.paths`, each one item of the prompts, and why the others were refused.
 
-    Only what names a row is kept, and the row is read again when it is needed. Parquet files and hub data sets are
-    memory-mapped; the rows of jsonl and json files are in memory.
+    Only what names a row is kept, and the row is read again when it is needed. Parquet files and other hub
+    data sets are memory-mapped; the rows of JSON are in memory.
     """
 
     form: RowFormat = ANY_SCHEMA
@@ -63,7 +68,7 @@ class Source:
         return f"{path}:{row + 1}"
 
     def add_all(self, paths: Sequence[str], split: str) -> Self:
-        """Reads the rows of all jsonl, json (one array) and parquet files and of this split of data sets on the hub."""
+        """Reads the rows of all JSON and parquet files and of this split of data sets on the hub."""
         for path, rows in [(path, _read_rows(path, split)) for path in dict.fromkeys(paths)]:
             refused: dict[str, str] = {}
             num_before = len(self.names)
@@ -88,6 +93,12 @@ class Source:
                     f"{len(refused):,}{reasons}; convert the data, or correct prompts.source, prompts.paths, "
                     "prompts.schema or prompts.roles"
                 )
+            quoted = [location for location, reason in refused.items() if reason == QUOTED]
+            if len(quoted) > max(1, MOST_QUOTED * len(rows)):
+                raise UserError(
+                    f"{quoted[0]}: a row must hold its texts as they were written, but holds, as {len(quoted):,} rows "
+                    f"of {len(rows):,} do, {QUOTED}; {REREAD}"
+                )
             self.refused.update(refused)
         return self
 
@@ -97,6 +108,9 @@ class Conversations(Source):
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         messages, passed_over = parse_row(row, self.form)
+        texts = [each["content"] for each in messages if each["role"] in ("user", "assistant")]
+        if len(texts) > 1 and all(map(JSON_TEXT.fullmatch, filter(None, texts))):
+            raise ConversationRefused(QUOTED)
         return conversation_name(row, messages), question_group(messages), passed_over
 
     def messages(self, index: int) -> list[Message]:
@@ -138,44 +152,57 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
 def _row(path: str, rows: Sequence[Row], index: int) -> Row:
     """Returns a row, without the nulls that parquet fills into tools and calls."""
     try:
-        return without_filled_nulls(rows[index]) if isinstance(rows, Dataset) else rows[index]
+        row = rows[index]
     except ValueError as error:
         raise UserError(
             f"{path}: every row must be readable, but one is not ({error}); create the file again"
         ) from error
+    if not isinstance(rows, Dataset):
+        return row
+    return {name: _as_written(value, rows.features[name], name, path) for name, value in row.items()}
+
+
+def _as_written(value: Any, feature: Any, name: str, path: str, is_tool: bool = False) -> Any:
+    """Returns a value of a data set without the nulls that parquet fills in.
+
+    Parquet gives each call the arguments of all calls in the file, and each tool the parameters of all tools. A value
+    of the type Json has only its own; but datasets stores a text that is JSON as if it were a value.
+    """
+    is_tool = is_tool or name in (*TOOL_COLUMNS, *CALL_KEYS)
+    if isinstance(feature, Json):
+        if name in TEXT_NAMES and isinstance(value, str | int | float):
+            warnings.warn(
+                f"{path}: {name} should be text, but has the type Json of datasets, in which a text that is itself "
+                f'JSON comes back as its value, 42 as a number and "yes" without its quotes; {REREAD}',
+                stacklevel=1,
+            )
+        return value
+    if isinstance(value, Mapping):
+        parts = ((key, _as_written(each, feature[key], key, path, is_tool)) for key, each in value.items())
+        return {key: each for key, each in parts if each is not None or not is_tool}
+    if isinstance(value, list):
+        return [_as_written(each, feature.feature, name, path, is_tool) for each in value]
+    return value
 
 
 def _read_rows(path: str, split: str) -> Sequence[Row]:
-    reader = READERS.get(Path(path).suffix)
-    if reader is not None and Path(path).is_file():
-        return reader(path)
-    if reader is not None or Path(path).exists():
-        raise UserError(
-            f"prompts.paths: must name {', '.join(READERS)} files or hub data sets, but {path!r} is neither; correct "
-            "the path, list the files of a directory, or convert the file"
-        )
-    return _read_hub(path, split)
-
-
-def _read_jsonl(path: str) -> Sequence[Row]:
-    with Path(path).open("rb") as file:
-        return [
-            parse_json(line, f"{path}:{number}", CORRECT) if line.strip() else BLANK
-            for number, line in enumerate(file, start=1)
-        ]
-
-
-def _read_json(path: str) -> Sequence[Row]:
-    content = parse_json(Path(path).read_bytes(), path, CORRECT)
-    if not isinstance(content, list):
-        raise UserError(f"{path}: must hold one array of rows, but holds {type(content).__name__}; convert it to jsonl")
-    return content
+    suffix = Path(path.removesuffix(".gz")).suffix
+    if suffix in (*SUFFIXES, PARQUET):
+        if Path(path).is_file():
+            return _read_parquet(path) if suffix == PARQUET else read_json_rows(Path(path))
+    elif not Path(path).exists():
+        return _read_hub(path, split)
+    raise UserError(
+        f"prompts.paths: must name {', '.join((*SUFFIXES, PARQUET))} files or hub data sets, but {path!r} is neither; "
+        "correct the path, list the files of a directory, or convert the file"
+    )
 
 
 def _read_parquet(path: str) -> Sequence[Row]:
     set_verbosity(CRITICAL)  # datasets would also log the error that is raised here
     try:
-        rows: Sequence[Row] = Dataset.from_parquet(path)
+        # Left to itself, datasets takes the size of a file's first group for its batches, though that may be 0.
+        rows: Sequence[Row] = Dataset.from_parquet(path, batch_size=1000)
         return rows
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip()
@@ -184,20 +211,33 @@ def _read_parquet(path: str) -> Sequence[Row]:
         ) from error
 
 
-READERS: dict[str, Callable[[str], Sequence[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
 def _read_hub(name: str, split: str) -> Sequence[Row]:
+    """Returns the rows of a split. Those of JSON are read from their files, because datasets changes texts in them."""
     try:
-        rows: Sequence[Row] = load_dataset(name, split=split)
-        return rows
-    except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
+        builder = load_dataset_builder(name)
+        if builder.name != "json" or builder.config.field is not None:
+            builder.download_and_prepare()
+            rows: Sequence[Row] = builder.as_dataset(split)
+            return rows
+        files, manager = builder.config.data_files, DownloadManager(name)
+        wanted = {part.partition("[")[0] for part in split.split("+")} & files.keys()
+        parts = {
+            part: [
+                row
+                for path in manager.iter_files(manager.download_and_extract(files[part]))
+                for row in read_json_rows(Path(path))
+            ]
+            for part in wanted
+        }
+        chosen = ReadInstruction.from_spec(split).to_absolute({part: len(parts[part]) for part in wanted})
+        return [row for each in chosen for row in parts[each.splitname][each.from_ : each.to]]
+    except UserError:
+        raise
+    except (*HUB_ERRORS, ValueError, RuntimeError, ImportError, DatasetsError) as error:
+        # RuntimeError: a data set that is a script; ImportError: one that needs another package
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         raise UserError(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
-            f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
-            "`hf auth login` if the data set is gated or private, or download it as parquet"
+            f"cannot be loaded from the hub: {reason_of(cause)}; correct prompts.paths and "
+            "prompts.split, log in with `hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error

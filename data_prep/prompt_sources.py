@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.rows import ID_COLUMNS, Row, RowFormat, given_columns, pass_over, text_of
+from mtptrain.data.row_files import Row
+from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over, text_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 

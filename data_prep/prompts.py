@@ -202,13 +202,15 @@ def check_vocabulary(item: EncodedItem, vocab_size: int, location: str) -> None:
 def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
     """Refuse prompts of which a split is empty, or that train nothing."""
     empty: Sequence[str] = [split for split, documents in splits.items() if not len(documents)]
+    num_refused = sum(group.count for group in report.refused)
+    reasons = ", ".join(f"{group.count:,} ({group.reason})" for group in report.refused)
+    refused = f"{num_refused:,} of {report.counts['items']:,} items were refused{': ' if reasons else ''}{reasons}"
     if empty:
-        reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
         raise UserError(
-            f"prompts.paths: each split must hold a document, with an answer after exactly the prompt that a server "
-            f"sends if it is a conversation, but {' and '.join(empty)} hold none of {report.counts['items']:,} items "
-            f"with {report.counts['questions']:,} different questions or files: "
-            f"{report.counts['windows_unsupervised']} windows without a supervised token{reasons}; correct "
+            f"prompts.paths: {refused}; each split must hold a document, with an answer after exactly the prompt that "
+            f"a server sends if it is a conversation, but {' and '.join(empty)} hold none of "
+            f"{report.counts['questions']:,} different questions or files: "
+            f"{report.counts['windows_unsupervised']} windows without a supervised token; correct "
             f"prompts.paths, prompts.pattern ({prompts.pattern}), prompts.validation_fraction "
             f"({prompts.validation_fraction}), prompts.max_train_tokens ({prompts.max_train_tokens}), the data or the "
             "chat template, or let the target answer (mtptrain responses, prompts.source=responses)"
@@ -216,7 +218,7 @@ def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, promp
     train = splits[Split.train]
     if not any(has_drafts(train.mask(i)) for i in range(len(train))):
         raise UserError(
-            "prompts: the train split must hold a document in which two generated tokens follow another token, since a "
-            f"head drafts from the second on, but none of its {len(train):,} documents does with "
-            f"prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
+            f"prompts.paths: {refused}; the train split must hold a document in which two generated tokens follow "
+            f"another token, since a head drafts from the second on, but none of its {len(train):,} documents does "
+            f"with prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
         )

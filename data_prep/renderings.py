@@ -210,6 +210,8 @@ def _refuse_rewritten(turn: _Turn) -> None:
     written, rendered = content.count(CLOSE) + bool(reasoning), generated.count(CLOSE)
     if content.count(OPEN) > content.count(CLOSE):
         raise ConversationRefused("an answer that ends inside a thought")
+    if rendered > generated.count(OPEN) + prompt.rstrip().endswith(OPEN):
+        raise ConversationRefused(f"an answer with {CLOSE} for a thought that neither it nor its prompt begins")
     if (written and rendered != written) or (not rendered and prompt.rstrip().endswith(OPEN)):
         raise ConversationRefused(f"an answer with {written} thoughts, of which the chat template renders {rendered}")
 

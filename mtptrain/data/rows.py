@@ -11,14 +11,23 @@ from typing import Any
 
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.conversation import SYSTEM_ROLES, ConversationRefused, Message
+from mtptrain.data.row_files import Row
 from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS, parsed_json, read_calls, read_hermes, read_tools
 from mtptrain.settings.data import ROLES as KNOWN_ROLES
-
-Row = Mapping[str, Any]
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 """Columns whose text becomes the first message."""
+QUESTIONS = ("prompt", "instruction", "question", "query", "problem")
+"""Columns of the question in rows without messages: a text, or a list of messages."""
+CONTEXTS = ("input", "context")
+"""Columns whose text continues such a question. Without another question, the `input` is the question."""
+UNREAD_CONTEXTS = ("history", "passage", "document", "article")
+"""Columns that would belong to such a question, but are not read."""
+ANSWERS = ("completion", "chosen", "output", "response", "answer", "solution")
+"""Columns of the answer in rows without messages; of a preference set, that which was chosen."""
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+"""A row of which every chat template can make a document."""
 ID_COLUMNS = ("id", "conversation_id")
 MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
 ROLES = {
@@ -28,6 +37,8 @@ ROLES = {
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that may hold its reasoning separately from its content."""
+TEXT_NAMES = {"content", "value", *SYSTEM_COLUMNS, *REASONING_KEYS, *QUESTIONS, *CONTEXTS, *ANSWERS}
+"""Columns and message keys whose text is read."""
 TRAIN_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
 """Columns and message keys that say whether a row or an answer is to be trained: 1 or true, 0 or false."""
 TRAINING_NAMES = re.compile(
@@ -58,12 +69,10 @@ ANY_SCHEMA = RowFormat()
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], set[str]]:
     """Returns the messages of a row, and the names of the columns and message keys that are passed over."""
     columns = given_columns(row, form.metadata)
-    if not any(name in row for name in MESSAGE_COLUMNS):
-        raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     parsed = [[_parse_message(message, form) for message in listed] for listed in lists if listed]
     if not parsed:
-        raise ConversationRefused("no messages")
+        parsed = [_parse_pair(row, columns, form)]
     messages = [message for message, _ in parsed[0]]
     if any([message for message, _ in each] != messages for each in parsed):
         raise ConversationRefused("different messages in two columns")
@@ -85,11 +94,53 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
     return messages, passed_over
 
 
+def _parse_pair(row: Row, columns: dict[str, Any], form: RowFormat) -> list[tuple[Message, set[str]]]:
+    """Returns the messages of a row that has a question and its answer in two columns, which it takes from `columns`.
+
+    Each of the two is a text or a list of messages. Answers inside the question are not trained.
+    """
+    given = ([name for name in names if name in columns] for names in (QUESTIONS, CONTEXTS, ANSWERS, UNREAD_CONTEXTS))
+    questions, contexts, answers, unread = given
+    if not questions:  # an `input` alone is the question
+        questions, contexts = contexts[:1], contexts[1:]
+    if not answers and any(name in row for name in MESSAGE_COLUMNS):
+        raise ConversationRefused("no messages")
+    if not answers or not (questions or isinstance(columns[answers[0]], list)):
+        raise ConversationRefused(
+            f"no messages ({', '.join(MESSAGE_COLUMNS)}), and no question ({', '.join(QUESTIONS)}) with its answer "
+            f"({', '.join(ANSWERS)}), but {', '.join(sorted(columns)) or 'no column'} with a value; write {EXAMPLE}"
+        )
+    for names in (questions[:1] + unread, questions, answers):
+        if len(names) > 1:
+            raise ConversationRefused(f"{' and '.join(names)}, of which one is read (add others to prompts.metadata)")
+    values = {name: columns.pop(name) for name in (*questions, *contexts, *answers)}
+    answer = _turns(answers[0], values[answers[0]], "assistant", form)
+    if not questions:
+        return answer
+    texts = [text_of(name, values[name]) for name in (*questions, *contexts)] if contexts else []
+    question = _turns(questions[0], "\n".join(texts) if contexts else values[questions[0]], "user", form)
+    if answer[: len(question)] == question:  # the answers of preference sets may repeat it
+        answer = answer[len(question) :]
+    if not question or not answer or question[-1][0]["role"] == "assistant" or answer[0][0]["role"] != "assistant":
+        raise ConversationRefused(f"{answers[0]} must begin with an answer to {questions[0]}, which ends before it")
+    untrained: list[tuple[Message, set[str]]] = [
+        ({**message, "weight": "0"} if message["role"] == "assistant" else message, keys) for message, keys in question
+    ]
+    return [*untrained, *answer]
+
+
+def _turns(column: str, value: Any, role: str, form: RowFormat) -> list[tuple[Message, set[str]]]:
+    """Returns the messages of a column that holds a list of them, or the text of one."""
+    if isinstance(value, str):
+        return [({"role": role, "content": text_of(column, value)}, set())]
+    return [_parse_message(message, form) for message in _listed(column, value)]
+
+
 def given_columns(row: Row, metadata: Collection[str]) -> dict[str, Any]:
-    """Returns the columns that have a value and are not named in `prompts.metadata`."""
+    """Returns the columns or message keys that have a value and are not named in `prompts.metadata`."""
     if not isinstance(row, Mapping):
         raise ConversationRefused(f"a row must be an object, but is {type(row).__name__}")
-    return {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
+    return {name: value for name, value in row.items() if name not in metadata and not _is_empty(name, value)}
 
 
 def pass_over(what: str, items: Row) -> set[str]:
@@ -108,8 +159,10 @@ def pass_over(what: str, items: Row) -> set[str]:
     return items.keys() - {*TRAIN_FLAGS}
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (value.strip() in ("", "[]", "{}", "null") if isinstance(value, str) else value in ([], {}))
+def _is_empty(name: str, value: Any) -> bool:
+    """Returns whether a value is empty, or JSON text of what is, which other columns than those of texts may hold."""
+    texts = ("",) if name in {*QUESTIONS, *CONTEXTS, *ANSWERS} else ("", "[]", "{}", "null")
+    return value is None or (value.strip() in texts if isinstance(value, str) else value in ([], {}))
 
 
 def _listed(column: str, value: Any) -> list[Any]:
@@ -168,11 +221,13 @@ def _content(content: Any) -> str:
     # Parquet fills in null for keys that only other parts have; `cache_control` speaks to a server.
     parts = [
         {key: value for key, value in part.items() if value is not None and key != "cache_control"}
-        for part in content
         if isinstance(part, Mapping)
+        else {"type": type(part).__name__}
+        for part in content
     ]
-    if len(content) != 1 or not parts or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
-        raise ConversationRefused("content in parts, of which only a single part of text is read")
+    if len(parts) != 1 or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
+        kinds = [" with ".join([str(part.get("type")), *sorted(part.keys() - {"type", "text"})]) for part in parts]
+        raise ConversationRefused(f"content in parts ({', '.join(kinds)}), of which a single part of text is read")
     return text_of("content", parts[0]["text"])
 
 

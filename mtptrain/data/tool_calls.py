@@ -115,26 +115,20 @@ def call_words(call: Mapping[str, Any]) -> list[str]:
     return [call["function"]["name"], *call["function"]["arguments"]]
 
 
-def without_filled_nulls(value: Any, is_tool: bool = False) -> Any:
-    """Returns a row of a parquet file without the nulls in tools and calls.
-
-    Parquet gives each call the arguments of all calls in the file, and each tool the parameters of all tools.
-    """
-    if isinstance(value, Mapping):
-        return {
-            key: without_filled_nulls(each, is_tool or key in (*TOOL_COLUMNS, *CALL_KEYS))
-            for key, each in value.items()
-            if each is not None or not is_tool
-        }
-    return [without_filled_nulls(each, is_tool) for each in value] if isinstance(value, list) else value
-
-
-def _refuse_non_json(found: list[dict[str, Any]]) -> None:
+def _refuse_non_json(value: Any, name: str = "a tool or call") -> None:
     """Refuse values that only parquet has, such as dates, and NaN, infinity and lone surrogates."""
+    if isinstance(value, Mapping | list):
+        named = value.items() if isinstance(value, Mapping) else ((name, each) for each in value)
+        for key, each in named:
+            _refuse_non_json(each, key)
+        return
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise ConversationRefused(f"a tool or call with a value that JSON does not have ({error})") from None
+        raise ConversationRefused(
+            f"{name} of a tool or call, which is {type(value).__name__}, a value that JSON does not have ({error}): "
+            "write it as text, of which datasets and parquet make dates"
+        ) from None
 
 
 def _has_name(function: Any) -> TypeGuard[Mapping[str, Any]]:

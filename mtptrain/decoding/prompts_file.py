@@ -1,4 +1,4 @@
-"""Reads prompts from a jsonl file of a user, such as Spec-Bench's questions."""
+"""Reads prompts from a user's file of JSON, such as Spec-Bench's questions."""
 
 import hashlib
 import json
@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, refuse_dropped_prompts, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, text_hash
+from mtptrain.data.row_files import BLANK, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, TRAIN_FLAGS, RowFormat, parse_row, pass_over
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
+from mtptrain.utils.files import MAX_TEXT_BYTES, refuse_lone_surrogates
 
 KINDS = ("input_ids", "text", "messages", "turns")
 """Columns of which each line has one: the prompt itself."""
@@ -47,15 +48,15 @@ def check_is_file(path: Path) -> None:
     """Raises UserError if `acceptance.prompts_file` is not that of a file."""
     if not path.is_file():
         reason = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+        raise UserError(f"acceptance.prompts_file: must be a file of JSON Lines, but {path} {reason}; correct the path")
 
 
 def read_prompts_file(
     path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, form: RowFormat = ANY_SCHEMA
 ) -> Prompts:
-    """Returns the prompts of a jsonl file.
+    """Returns the prompts of a file of JSON Lines, or of one array.
 
-    Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
+    Each row has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
     (mtptrain/data/rows.py), as `form` says: honoured, passed over, or refused by name because they change the prompt.
     Columns that say whether a row is to be trained are passed over. A column that is null counts as left out.
@@ -64,10 +65,10 @@ def read_prompts_file(
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
         raise UserError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
     prompts = Prompts({})
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
+    for number, content in enumerate(read_json_rows(path), 1):
+        if content is BLANK:
             continue
-        row, messages, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer, form)
+        row, messages, input_ids = _prompt_of(content, f"{path}:{number}", tokenizer, form)
         prompt_id = _id_of(row, f"{path}:{number}")
         if prompt_id in prompts.input_ids:
             raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
@@ -97,17 +98,16 @@ def _id_of(row: dict[str, Any], where: str) -> str:
 
 
 def _prompt_of(
-    line: bytes, where: str, tokenizer: PreTrainedTokenizerBase, form: RowFormat
+    content: Any, where: str, tokenizer: PreTrainedTokenizerBase, form: RowFormat
 ) -> tuple[dict[str, Any], list[Message], list[int]]:
-    """Returns the columns of a line, the messages of a prompt with `messages` or `turns`, and the prompt's tokens."""
-    content = parse_json(line, where)
+    """Returns the columns of a row, the messages of a prompt with `messages` or `turns`, and the prompt's tokens."""
     refuse_lone_surrogates(content, where)
     row = {name: value for name, value in content.items() if value is not None} if isinstance(content, dict) else {}
     kinds = [kind for kind in KINDS if kind in row]
     if len(kinds) != 1 or not row.keys() & set(ID_COLUMNS):
         keys = sorted(row) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
+            f"{where}: a row must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
             f"{keys}; correct it"
         )
     passed_over = {*kinds, *ID_COLUMNS, "category", *REFERENCE_COLUMNS, *TRAIN_FLAGS, *form.metadata}

@@ -179,6 +179,8 @@ CLOSING = FILLED.replace("assistant\n'", "assistant\n<think>'")
 OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
     "'\n' + m.content", "'\n' + ('<think>' if m.role[0] == 'a' else '') + m.content"
 )
+EMPTY = FILLED.replace("assistant\n'", "assistant\n<think></think>'")
+"""Its prompt holds an empty thought."""
 CHANGED = "an answer or reasoning that the chat template does not render as it is written"
 
 
@@ -194,6 +196,7 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
         (FILLED, "<think>odd</think>one", thoughts.format(1, 2)),
         (CHATML, "<think>\nodd", "an answer that ends inside a thought"),
         (OPEN, "one", thoughts.format(0, 0)),
+        (EMPTY, "odd</think>one", "an answer with </think> for a thought that neither it nor its prompt begins"),
         (
             CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
             "<think></think>1",

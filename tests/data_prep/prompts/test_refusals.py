@@ -27,15 +27,15 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
 ) -> None:
     small = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     for override, message in (
-        ("prompts.pattern='*.rs'", "but train and validation hold none of 0 items .* correct prompts.paths, "),
+        ("prompts.pattern='*.rs'", "0 of 0 items were refused; .* train and validation hold none of 0 .* correct prom"),
         (
             "prompts.validation_fraction=1e-6",
-            "but validation hold none of 43 items with 41 different questions or file",
+            r"\(empty\); .* but validation hold none of 41 different questions",
         ),
         ("prompts.validation_fraction=0.9999", "but train hold none of"),
         (
             "prompts.max_train_tokens=3",
-            r"files: 0 windows .* token, 1 refused \(not UTF-8\), 1 refused \(empty\); correct",
+            r"^prompts.paths: 2 of 43 items were refused: 1 \(not UTF-8\), 1 \(empty\);",
         ),
         ("prompts.paths=[]", "must name at least one path with prompts.source=text_files, but is empty; set"),
         (f"target.path={small}", "target.path: token ids must be below the model's vocab_size 100, but file_"),
@@ -46,11 +46,11 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
 def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatConfig, tmp_path: Path) -> None:
     template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
     failing = make_target(tmp_path / "target", chat_template=template)
-    none = "train and validation hold none of 20 items with 20 .*: 0 windows without a supervised token, 20 refused "
+    none = "^prompts.paths: 20 of 20 items were refused: 20 "
     for turns, message in (
         (
             ("hello?", "answer {}"),
-            "hold none of 20 items with 1 different questions or files: 0 windows .* token; correct",
+            "0 of 20 items .* hold none of 1 different questions or files: 0 windows .* token;",
         ),
         (("hello {}?",), none + r"\(no assistant turn\); .*, or let the target answer \("),
         (("hello {}?", "yes"), none + r"\(the chat template fails: ZeroDivisionErr"),
@@ -65,7 +65,7 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     target = f"target.path={make_target(tmp_path / 'target', chat_template=template)}"
     rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
     message = refusal(chat_config(rows, target))
-    assert "the train split must hold a document in which two generated tokens follow another token" in message
+    assert "0 of 20 items were refused; the train split must hold a document in which two generated" in message
     report = prepare_prompts(Run(chat_config([*rows, *CHATS], target)))
     assert report.counts["without_drafts"] == 20
 

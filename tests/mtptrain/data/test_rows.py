@@ -8,7 +8,7 @@ import pytest
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.conversation import ConversationRefused
-from mtptrain.data.rows import RowFormat, parse_row
+from mtptrain.data.rows import EXAMPLE, RowFormat, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]
@@ -25,6 +25,10 @@ def row(**columns: Any) -> dict[str, Any]:
 def chat(question: dict[str, Any] | None = None, answer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns a row with further keys in its question or answer."""
     return {"messages": [{**QUESTION, **(question or {})}, {**ANSWER, **(answer or {})}]}
+
+
+def chat_of(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{**QUESTION, "content": question}, {**ANSWER, "content": answer}]
 
 
 def refusal(odd: dict[str, Any], form: RowFormat | None = None) -> str:
@@ -84,18 +88,77 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message() -> None:
         assert refusal(differs) == "a system prompt in a column that differs from that of the messages"
 
 
+def test_a_question_and_its_answer_in_two_columns_are_read_with_only_the_answer_trained() -> None:
+    """The forms are those of TRL, Alpaca, OpenOrca, Nemotron, UltraFeedback and their like."""
+    more, old = (
+        [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}],
+        {**ANSWER, "weight": "0"},
+    )
+    read: tuple[tuple[dict[str, Any], list[dict[str, Any]], set[str]], ...] = (
+        ({"prompt": "hi", "completion": "yes"}, PARSED, set()),
+        ({"messages": None, "prompt": [QUESTION], "completion": [ANSWER]}, PARSED, set()),
+        ({"prompt": [SYSTEM, QUESTION], "completion": "yes"}, [SYSTEM, *PARSED], set()),
+        ({"prompt": "hi", "completion": [SHAREGPT[1], *more]}, [*PARSED, *more], set()),
+        ({"prompt": [*PARSED, QUESTION], "completion": [ANSWER]}, [QUESTION, old, *PARSED], set()),
+        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]}, PARSED, {"rejected"}),
+        (
+            {"prompt": "hi", "chosen": PARSED, "rejected": PARSED, "score_chosen": 9},
+            PARSED,
+            {"rejected", "score_chosen"},
+        ),
+        ({"chosen": PARSED, "rejected": PARSED}, PARSED, {"rejected"}),
+        ({"instruction": "hi", "output": "yes"}, PARSED, set()),
+        ({"instruction": "hi", "input": "", "output": "yes", "text": "### hi"}, PARSED, {"text"}),
+        ({"instruction": "add", "input": "[]", "output": "null"}, chat_of("add\n[]", "null"), set()),
+        ({"system_prompt": "Be brief.", "question": "hi", "response": "yes"}, [SYSTEM, *PARSED], set()),
+        ({"instruction": "hi", "context": "it is", "response": "yes"}, chat_of("hi\nit is", "yes"), set()),
+        ({"input": [QUESTION], "output": "yes", "generator": "x"}, PARSED, {"generator"}),
+    )
+    for odd, messages, passed_over in read:
+        assert parse_row(odd) == (messages, passed_over)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        (
+            {"text": "hi yes"},
+            "no messages (messages, conversations, conversation), and no question (prompt, instruction, ",
+        ),
+        ({"prompt": "hi", "completion": " "}, f"but prompt with a value; write {EXAMPLE}"),
+        ({"chosen": "Human: hi", "rejected": "x"}, "but chosen, rejected with a value; write"),
+        ({"prompt": "hi", "instruction": "ho", "output": "yes"}, "prompt and instruction, of which one is read (add"),
+        ({"problem": "hi", "solution": "yes", "answer": "y"}, "answer and solution, of which one is read (add"),
+        ({"instruction": "hi", "history": [["a", "b"]], "output": "yes"}, "instruction and history, of which one is"),
+        (
+            {"prompt": PARSED, "completion": "yes"},
+            "completion must begin with an answer to prompt, which ends before it",
+        ),
+        ({"prompt": "ho", "chosen": PARSED}, "chosen must begin with an answer to prompt, which ends before it"),
+        ({"prompt": [QUESTION], "input": "x", "output": "yes"}, "prompt must be text, but is list"),
+        ({"prompt": {"role": "user"}, "completion": "yes"}, "column prompt must be a list of messages, but is dict"),
+        ({"prompt": "hi", "completion": "yes", "label": True}, "column label, which may change what is trained"),
+    )
+    for odd, reason in refused:
+        assert reason in refusal(odd)
+    both = {"problem": "hi", "solution": "yes", "answer": "y"}
+    assert parse_row(both, RowFormat(metadata=["answer"])) == (PARSED, set())
+
+
 def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
     keys = "messages must have keys role, content or from, value, but one"
-    cases = {
+    cases: dict[str, list[dict[str, Any]]] = {
         "no messages": [{"messages": []}, {"messages": None}, {"messages": "[ ]"}],
         "column messages in text that is not JSON": [{"messages": "hi"}],
         "column messages must be a list of messages, but is dict": [{"messages": {"role": "user"}}],
         "unknown role ['user']": [{"messages": [{"role": ["user"], "content": "hi"}]}],
         "text that is not valid Unicode": [chat({"content": "bad \ud83d"}), chat(None, {"thinking": "\ud83d"})],
         "content must be text, but is NoneType": [chat({"content": None})],
-        "content in parts, of which only a single part of text is read": [
-            chat({"content": parts}) for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [IMAGE])
-        ],
+        **{
+            f"content in parts ({kinds}), of which a single part of text is read": [chat({"content": parts})]
+            for kinds, parts in {
+                "text, text": [PART, PART],
+                "str": ["hi"],
+                "text with cache": [{**PART, "cache": 1}],
+                "image_url with image_url, text": [IMAGE, PART],
+            }.items()
+        },
         f"{keys} has keys content": [{"messages": [QUESTION, {"role": None, "content": "yes"}]}],
         f"{keys} has keys role": [{"messages": [QUESTION, {"role": "assistant"}]}],
         f"{keys} is str": [{"messages": [QUESTION, "yes"]}],

@@ -1,6 +1,7 @@
 """Tests that rows with tools, whatever their schema, become the messages that chat templates read."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "a tool call with retries, of which": [calling(name="f", retries=3)],
     "a tool call with arguments and parameters, of which": [calling(name="f", arguments={"a": 1}, parameters={})],
     "an answer with an empty list of tool calls": [answering("<tool_call>[]</tool_call>")],
-    "a tool or call with a value that JSON does not have": [
-        calling(name="f", arguments='{"a": NaN}'), calling(name="f", arguments=SURROGATE),
-    ],
+    "a of a tool or call, which is float, a value that JSON does not have (": [
+        calling(name="f", arguments='{"a": NaN}')],
+    "a of a tool or call, which is str, a value that JSON does not have (": [calling(name="f", arguments=SURROGATE)],
+    "start of a tool or call, which is datetime, a value that JSON does not have (Object of": [
+        calling(name="f", arguments={"all": [{"start": datetime(2024, 1, 2)}]})],
     "a tool that is not a function with a name": [openai_row([{**TOOL, "type": "custom"}]), openai_row([{"a": "x"}])],
     "a tool in text that is not JSON": [openai_row(["weather"])],
     "the parameters of a tool in text that is not JSON": [openai_row([{**FUNCTION, "parameters": "none"}])],

@@ -97,9 +97,12 @@ def test_held_out_documents_that_cannot_be_used_are_refused(tmp_path: Path) -> N
 
 
 def read_rows(directory: Path, *rows: dict[str, Any]) -> Prompts:
-    path = directory / "prompts.jsonl"
+    path, array = directory / "prompts.jsonl", directory / "array.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    return read_prompts_file(path, make_tokenizer(), 260)
+    array.write_text(json.dumps(rows, indent=1))
+    prompts = read_prompts_file(path, make_tokenizer(), 260)
+    assert read_prompts_file(array, make_tokenizer(), 260) == prompts
+    return prompts
 
 
 BRIEF: dict[str, object] = {"role": "system", "content": "Be brief."}
@@ -179,7 +182,9 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path) -> None:
         path.write_text(content, encoding="latin-1")
         with pytest.raises(UserError, match=f"^{path}.*{message}"):
             read_prompts_file(path, make_tokenizer(), 260)
-    with pytest.raises(UserError, match=r"^acceptance\.prompts_file: must be a jsonl file, but / is not a file; cor"):
+    with pytest.raises(
+        UserError, match=r"^acceptance\.prompts_file: must be a file of JSON Lines, but / is not a file"
+    ):
         read_prompts_file(Path("/"), make_tokenizer(), 260)
 
 
