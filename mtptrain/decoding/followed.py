@@ -40,13 +40,11 @@ class FollowedTarget(Target):
         return super().forward(input_ids, positions, cache, capture_layers, tree)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits [..., V], infinite for the next token of a text.
-
-        Past the end of a text, they are infinite for the target's own choice.
-        """
+        """Returns the target's logits [..., V], infinite for the next token of a text, and its own past the end."""
         logits = super().logits(states)
         indices = self._next.reshape(len(self._texts), -1)
         known = self._texts.gather(1, indices.clamp(max=self._texts.shape[1] - 1))
         known = torch.where(indices < self._texts.shape[1], known, UNKNOWN).view(states.shape[:-1])
-        chosen = torch.where(known == UNKNOWN, logits.argmax(-1), known)
-        return logits.scatter(-1, chosen[..., None], torch.inf)
+        is_known = (known != UNKNOWN)[..., None]
+        token = known.clamp(min=0)[..., None]
+        return logits.scatter(-1, token, torch.where(is_known, torch.inf, logits.gather(-1, token)))

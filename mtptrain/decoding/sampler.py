@@ -1,8 +1,53 @@
-"""Chooses tokens from logits: greedily, or at random with a temperature, top-k and top-p."""
+"""Chooses tokens from logits: greedily or at random, with the sampling parameters of a server.
 
+The order is that of vLLM 0.32: biases, penalties, temperature, min-p, top-k and top-p. Biases and penalties change
+greedy choices too, and penalties depend on the text, so `speculate` computes `Sampler.processed` logits of the target
+for every position of a draft. Drafts see neither biases nor penalties, as in vLLM.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
+
+from mtptrain.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class History:
+    """The texts before C choices in each sequence, which penalties count. S is the number of slots for tokens."""
+
+    tokens: torch.Tensor  # i64[B, S]
+    is_prompt: torch.Tensor
+    """bool[B, S]: the slots of the prompt."""
+    is_output: torch.Tensor
+    """bool[B, C, S]: the slots of tokens that were generated, or drafted, before a choice."""
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, prompt_lengths: torch.Tensor, num_tokens: torch.Tensor) -> "History":
+        """Returns the text before one choice: the first `num_tokens` [B] of the tokens [B, S]."""
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        is_prompt = slots < prompt_lengths[:, None]
+        return cls(tokens, is_prompt, (~is_prompt & (slots < num_tokens[:, None]))[:, None])
+
+    def with_drafts(self, drafts: torch.Tensor, ancestors: torch.Tensor) -> "History":
+        """Returns the texts before the choices after the newest token and after each of the drafts [B, P].
+
+        `ancestors` are those of `Draft.ancestors`.
+        """
+        is_output = self.is_output.expand(-1, ancestors.shape[1], -1)  # [B, 1 + P, S]
+        return History(
+            torch.cat([self.tokens, drafts], 1),
+            F.pad(self.is_prompt, (0, drafts.shape[1])),
+            torch.cat([is_output, ancestors[:, :, 1:]], 2),
+        )
+
+    def counts(self, is_counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Returns how often the slots that are counted, bool[B, C, S], hold each token f32[B, C, V]."""
+        counts = torch.zeros(*is_counted.shape[:2], vocab_size + 1, device=self.tokens.device)
+        tokens = self.tokens.clamp(max=vocab_size)  # a target may read tokens that it cannot generate
+        return counts.scatter_add_(2, tokens[:, None].expand_as(is_counted), is_counted.float())[..., :vocab_size]
 
 
 @dataclass
@@ -15,12 +60,60 @@ class Sampler:
     """Probability mass of the most likely tokens to sample from; 1 keeps all."""
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 keeps all."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the likeliest token's probability are not sampled; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of all tokens of prompt and output, and multiplies the negative ones; 1 is none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token each time that it occurs in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens; a token with -inf is never chosen."""
     generator: torch.Generator | None = field(default=None, repr=False)
     """Made from `seed` on the device of the first draw, if it is None."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.min_p <= 1 and self.repetition_penalty > 0):
+            raise UserError(
+                f"min_p: must be from 0 to 1, and repetition_penalty above 0, but are {self.min_p} and "
+                f"{self.repetition_penalty}; leave them out, or correct them"
+            )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.has_penalties or bool(self.logit_bias)
+
+    def processed(self, logits: torch.Tensor, history: History) -> torch.Tensor:
+        """Returns the target's logits f32[B, C, V] with biases and penalties.
+
+        The definitions are those of transformers (repetition) and of OpenAI's API (presence, frequency).
+        """
+        logits, vocab_size = logits.float(), logits.shape[-1]
+        if self.logit_bias:
+            if not all(0 <= token < vocab_size for token in self.logit_bias):
+                raise UserError(
+                    f"logit_bias: must name tokens from 0 to {vocab_size - 1}, but names {sorted(self.logit_bias)}; "
+                    "remove the others"
+                )
+            bias = torch.zeros(vocab_size)
+            bias[list(self.logit_bias)] = torch.tensor(list(self.logit_bias.values()))
+            logits = logits + bias.to(logits.device)
+        if not self.has_penalties:
+            return logits
+        num_outputs = history.counts(history.is_output, vocab_size)  # [B, C, V]
+        is_seen = (num_outputs + history.counts(history.is_prompt[:, None], vocab_size)) > 0
+        penalty = torch.where(is_seen, self.repetition_penalty, 1.0)
+        logits = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return logits - self.frequency_penalty * num_outputs - self.presence_penalty * (num_outputs > 0)
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns (logits - max) / temperature [..., V]. Subtracting the maximum prevents overflow."""
@@ -28,8 +121,11 @@ class Sampler:
         return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the distribution [..., V] after top-k and then top-p filtering."""
+        """Returns the distribution [..., V] after min-p, top-k and top-p filtering, in this order."""
         probs = self.scaled(logits.float()).softmax(-1)
+        if self.min_p:
+            probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
+            probs = probs / probs.sum(-1, keepdim=True)
         if self.top_k == 0 and self.top_p == 1.0:
             return probs
         ordered, order = probs.sort(-1, descending=True)

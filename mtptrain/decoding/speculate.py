@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.decoding.draft import Draft, Drafter
-from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.sampler import History, Sampler
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import TreeSlots
 from mtptrain.utils.clock import PhaseClock
@@ -134,7 +134,8 @@ class Round:
     draft: Draft
     accepted: Accepted
     target_logits: torch.Tensor
-    """The target's logits after the newest token and after each draft [B, 1+P, V]."""
+    """The target's logits after the newest token and after each draft [B, 1+P, V], with the sampler's biases and
+    penalties."""
     is_active: torch.Tensor
     """bool[B]: the sequences that are not finished."""
 
@@ -181,7 +182,8 @@ def speculate(
     with clock.phase("prompt"):
         positions = batch.prompt_positions()  # [B, S]
         states = target.forward(batch.tokens[:, : positions.shape[1]], positions, cache, drafter.read_layers)
-        first = sampler.choose(target.logits(states.postnorm_states[batch.sequences, batch.num_tokens - 1]))
+        first_logits = target.logits(states.postnorm_states[batch.sequences, batch.num_tokens - 1])  # [B, V]
+        first = sampler.choose(batch.processed(first_logits[:, None], sampler)[:, 0])
     batch.append_first(first)
     while bool(batch.is_active.any()):
         # 3. Draft after the newest token.
@@ -196,6 +198,7 @@ def speculate(
             target_logits = target.logits(states.postnorm_states)  # [B, 1+P, V]
         # 5. Accept the longest branch that the target agrees with, and take the bonus token.
         with clock.phase("choose"):
+            target_logits = batch.processed(target_logits, sampler, draft)
             accepted = accept(draft, target_logits, ancestors, num_speculative_tokens, sampler)
         if observe is not None:
             with clock.phase("observe"):
@@ -227,6 +230,7 @@ class _Batch:
         self.sequences = torch.arange(len(prompts), device=device)
         self.depths = torch.arange(num_depths + 1, device=device)
         self.num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
+        self.prompt_lengths = self.num_tokens
         self.limit = self.num_tokens + max_new_tokens
         self.tokens = torch.zeros(len(prompts), self.num_slots, dtype=torch.long, device=device)  # [B, slots]
         for index, prompt in enumerate(prompts):
@@ -240,6 +244,18 @@ class _Batch:
         """Returns positions 0 .. S - 1 for each sequence [B, S], where S is the length of the longest prompt."""
         longest = max(map(len, self.prompts))
         return torch.arange(longest, device=self.tokens.device).expand(len(self.prompts), -1)
+
+    def processed(self, logits: torch.Tensor, sampler: Sampler, draft: Draft | None = None) -> torch.Tensor:
+        """Returns the target's logits after the newest token and each draft [B, 1+P, V] as the sampler processes them.
+
+        The text before a choice is all tokens so far, the draft before it, and that draft's ancestors.
+        """
+        if not sampler.changes_logits:
+            return logits
+        history = History.of(self.tokens, self.prompt_lengths, self.num_tokens)
+        if draft is not None:
+            history = history.with_drafts(draft.tokens, draft.ancestors())
+        return sampler.processed(logits, history)
 
     def append_first(self, first: torch.Tensor) -> None:
         """Append the token [B] that follows each prompt."""

@@ -1,6 +1,10 @@
-"""Builds random heads, and decodes prompts with drafts."""
+"""Builds random heads, decodes prompts with drafts, and has a plain reference of biases and penalties."""
+
+from collections import Counter
+from typing import Any
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.sampler import Sampler
@@ -39,3 +43,15 @@ def draft_after(target: Target, drafter: Drafter, text: list[int]) -> Draft:
     states = target.forward(tokens[:, :-1], positions, target.cache(length), drafter.read_layers)
     drafter.start(1, length)
     return drafter.draft(Verified(tokens, torch.tensor([len(text)]), positions, states), Sampler())
+
+
+def penalised(scores: torch.Tensor, texts: torch.Tensor, prompt_length: int, settings: dict[str, Any]) -> torch.Tensor:
+    """Returns the logits [N, V] after the texts [N, S], with the biases and penalties of a `Sampler`."""
+    scores = scores.clone()
+    for token, bias in settings.get("logit_bias", {}).items():
+        scores[:, token] += bias
+    scores = RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0))(texts, scores)
+    for row, output in enumerate(texts[:, prompt_length:].tolist()):
+        for token, count in Counter(output).items():
+            scores[row, token] -= settings.get("presence_penalty", 0) + count * settings.get("frequency_penalty", 0)
+    return scores

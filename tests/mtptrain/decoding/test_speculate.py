@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import mtptrain.utils.compile as compile_module
 from mtptrain.decoding.draft import Draft, Drafter
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, NoDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, accept_chosen
 from mtptrain.target.model import Target, Verified
 from mtptrain.utils.errors import UserError
 from tests.conftest import as_draft_model, tiers
-from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, random_head
+from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, penalised, random_head
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:
@@ -76,6 +77,38 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     assert [generation.tokens for generation in found] == greedy
     accepted = sum(sum(generation.accepted_at) for generation in found)
     assert accepted > (300 if kind in ("model", COPY) else 0), "accept enough drafts, or the test shows little"
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": 0.05},
+    {"logit_bias": {46: 0.3, 229: -math.inf}},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": -0.05, "logit_bias": {46: 0.3}},
+]
+
+
+@pytest.mark.parametrize("settings", PENALTIES, ids=lambda settings: "+".join(settings))
+def test_greedy_speculation_with_biases_and_penalties_gives_plain_decodings_tokens(
+    target: Target, settings: dict[str, Any]
+) -> None:
+    prompts = [[*prompt, *prompt[-3:]] for prompt in random_prompts(6, vocab_size=12, longest=20)]
+    expected = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(16):
+            read = torch.tensor([text])
+            with torch.no_grad():
+                scores = penalised(target.model(read).logits[:, -1], read, len(prompt), settings)
+            text.append(int(scores.argmax()))
+        expected.append(text[len(prompt) :])
+    model = HeadDrafter(as_draft_model(target), target.parts, 3)
+    for drafter, least in ((NoDrafter(), 0), (PromptLookupDrafter(3), 1), (model, 40), (BranchingCopy(target, 3), 40)):
+        found = decode(target, drafter, prompts, max_new_tokens=16, sampler=Sampler(**settings))
+        assert [generation.tokens for generation in found] == expected
+        assert sum(sum(generation.accepted_at) for generation in found) >= least, "accept drafts, or little is shown"
+        unchanged = decode(target, drafter, prompts, max_new_tokens=16)
+        assert any(one.tokens != other.tokens for one, other in zip(found, unchanged, strict=True))
 
 
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
