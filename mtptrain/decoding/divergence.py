@@ -10,11 +10,12 @@ from itertools import zip_longest
 import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.sampler import History, Sampler
 from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.heads.base import Head
 from mtptrain.target.model import Target
 
+GREEDY = Sampler()
 ROUNDED_SHARE = 0.05
 """Largest gap between the logits of two tokens, as a share of the larger one, that rounding explains."""
 
@@ -55,9 +56,16 @@ class Divergence:
 
 
 def first_answer_divergence(
-    target: Target, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    ours: Sequence[Sequence[int]],
+    theirs: Sequence[Sequence[int]],
+    sampler: Sampler = GREEDY,
 ) -> Divergence | None:
-    """Returns the first differing token of the first differing answer; None if answers differ at most in length."""
+    """Returns the first differing token of the first differing answer; None if answers differ at most in length.
+
+    The logits are those that the sampler of both sides chose from, with its biases and penalties.
+    """
     for index, (prompt, our_tokens, their_tokens) in enumerate(zip(prompts, ours, theirs, strict=True)):
         pairs = zip(our_tokens, their_tokens, strict=False)
         position = next((position for position, (a, b) in enumerate(pairs) if a != b), None)
@@ -65,7 +73,9 @@ def first_answer_divergence(
             tokens = torch.tensor([[*prompt, *our_tokens[:position]]], device=target.device)
             positions = torch.arange(tokens.shape[1], device=target.device)[None]
             states = target.forward(tokens, positions, target.cache(tokens.shape[1])).postnorm_states
-            logits = target.logits(states[0, -1])
+            prompt_length, length = torch.tensor([[len(prompt)], [tokens.shape[1]]], device=target.device)
+            history = History.of(tokens, prompt_length, length)
+            logits = sampler.processed(target.logits(states[:, -1:]), history)[0, 0]  # [V]
             a, b = our_tokens[position], their_tokens[position]
             return Divergence("answer", index, position, a, b, float(logits[a]), float(logits[a] - logits[b]))
     return None
@@ -78,6 +88,7 @@ def first_draft_divergence(
     prompts: Sequence[Sequence[int]],
     ours: Sequence[Generation],
     theirs: Sequence[Sequence[int]],
+    sampler: Sampler = GREEDY,
 ) -> Divergence | None:
     """Returns the first draft that only one side accepted. All answers must be equal.
 
@@ -99,7 +110,7 @@ def first_draft_divergence(
             [prompt],
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=len(generation.tokens),
-            sampler=Sampler(),
+            sampler=sampler,
             observe=our_rounds.append,
         )
         # 3. Find the first round whose numbers of accepted drafts differ.

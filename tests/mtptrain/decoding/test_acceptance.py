@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from mtptrain.decoding.acceptance import generate_in_batches, has_loop, intervals, summarise, token_batches
-from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.target.model import Target
-from tests.mtptrain.decoding.drafting import draft_after, random_head
+from tests.mtptrain.decoding.drafting import decode, draft_after, random_head
 from tests.mtptrain.decoding.test_speculate import random_prompts
 
 
@@ -92,3 +92,13 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
     for answer, generation in zip(answers, generations, strict=True):
         assert generation.tokens == answer
         assert generation.accepted_by_round == [0, 1, 2, 3] and generation.accepted_at == [3, 2, 1]
+
+
+def test_past_the_end_of_a_given_answer_the_target_chooses_with_the_samplers_penalties(target: Target) -> None:
+    sampler = Sampler(repetition_penalty=1.5)
+    whole = [each.tokens for each in decode(target, NoDrafter(), PROMPTS, sampler=sampler)]
+    assert whole != [each.tokens for each in decode(target, NoDrafter(), PROMPTS)]
+    lengths = {"num_speculative_tokens": K, "max_new_tokens": 24, "eos_token_ids": (), "batch_size": 3}
+    begun = {"sampler": sampler, "answers": [tokens[:10] for tokens in whole], **lengths}
+    drafter = HeadDrafter(random_head(target), target.parts, K)
+    assert [each.tokens for each in generate_in_batches(target, drafter, PROMPTS, **begun)] == whole  # type: ignore[arg-type]

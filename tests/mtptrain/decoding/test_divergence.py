@@ -5,10 +5,11 @@ import torch
 
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.target.model import Target
-from tests.mtptrain.decoding.drafting import decode, random_head
+from tests.mtptrain.decoding.drafting import decode, penalised, random_head
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 DRAFTS = 3
@@ -36,10 +37,13 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
     assert (found.what, found.prompt, found.position, found.ours, found.theirs) == ("answer", 1, 5, tokens[1][5], other)
 
     read = torch.tensor([PROMPTS[1] + tokens[1][:5]])
-    logits = target.model(input_ids=read).logits[0, -1]
-    assert (
-        found.logit_gap == pytest.approx(float(logits[tokens[1][5]] - logits[other]), abs=1e-4) and found.logit_gap > 0
-    )
+    settings = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {other: 0.25}}
+    with_penalties = first_answer_divergence(target, PROMPTS, tokens, theirs, Sampler(**settings))  # type: ignore[arg-type]
+    for divergence, of_sampler in ((found, {}), (with_penalties, settings)):
+        logits = penalised(target.model(input_ids=read).logits[:, -1], read, len(PROMPTS[1]), of_sampler)[0]
+        gap = float(logits[tokens[1][5]] - logits[other])
+        assert divergence is not None and divergence.logit_gap == pytest.approx(gap, abs=1e-4)
+    assert found.logit_gap > 0
     assert str(found).startswith(f"answer token 5 is {tokens[1][5]} for us and {other} for the engine; ")
 
 
