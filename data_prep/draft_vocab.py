@@ -21,8 +21,8 @@ from mtptrain.heads import HEADS
 from mtptrain.run import Run
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.stage_dir import StageDir
-from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import as_ids
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 
@@ -77,8 +77,8 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
 
 def special_token_ids(target: TargetFiles) -> set[int]:
     """Returns the tokens to keep even if they are rare: special tokens and all end-of-sequence tokens."""
-    ends = {*eos_token_ids(target.config), *eos_token_ids(target.config, read_generation_config(target.directory))}
-    return {token for token in ends.union(target.tokenizer.all_special_ids) if token < target.config.vocab_size}
+    ends = (*as_ids(target.config.eos_token_id), *target.generation.eos_token_ids)
+    return {token for token in (*ends, *target.tokenizer.all_special_ids) if token < target.config.vocab_size}
 
 
 def count_predictable(documents: Documents, vocab_size: int) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ the head combined with prompt lookup), and the head at other temperatures and co
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ from mtptrain.decoding.drafters import (
 from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
+from mtptrain.engines.table import engine_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model, trained_or_initial_head
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.stage_dir import StageDir
+from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -83,7 +85,8 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
             check_head_context(head, prompts.input_ids.values(), *lengths, setting)
     target = load_target(run.target.directory, dtype, ranks.device)
 
-    candidates = candidates_of(settings, run_head, target, model, ranks.rank)
+    served = served_settings(run)
+    candidates = candidates_of(settings, run_head, target, model, ranks.rank, served)
     tokenizer = run.target.tokenizer
     longest = longest_prompt(target, [run_head.head, model], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
@@ -98,6 +101,8 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
+        if note := engine_of(config.export.engine).defaults_note(run.target.generation):
+            print(note)
         write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
@@ -129,10 +134,33 @@ def held_out_losses_of(
     return held_out_losses(run_head.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
 
 
+def served_settings(run: Run) -> dict[str, dict[str, Any]]:
+    """Returns how the engine of the export samples for requests that leave settings out, by the name of a row.
+
+    `as_served` are requests with the temperature of the other rows, `as_served_sampled` those without one. There is no
+    row for what generation_config.json does not set, the engine does not add, or adds by rules of its own.
+    """
+    engine, temperature = engine_of(run.config.export.engine), run.config.acceptance.temperature
+    added = engine.added_to(run.target.generation)
+    penalties = {name: value for name, value in added.items() if name in PENALTIES and engine.has_our_penalties}
+    sampled = {name: value for name, value in added.items() if name in ONLY_SAMPLED}
+    rows = {}
+    if penalties:
+        rows["as_served"] = {"temperature": temperature, **penalties}
+    if sampled and (run.target.generation.samples or "do_sample" not in engine.applies):
+        rows["as_served_sampled"] = {"temperature": 1.0, **sampled, **penalties}
+    return rows
+
+
 def candidates_of(
-    settings: AcceptanceConfig, run_head: RunHead, target: Target, model: Head | None, rank: int
+    settings: AcceptanceConfig,
+    run_head: RunHead,
+    target: Target,
+    model: Head | None,
+    rank: int,
+    served: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Candidate]:
-    """Returns the candidates by name: the head, the baselines, and the head at other temperatures and thresholds.
+    """Returns the candidates by name: the head, as it is served, baselines, and at other temperatures and thresholds.
 
     Raises:
         UserError: the head can draft fewer tokens than `tree_top_k`, or the target cannot verify a tree.
@@ -160,9 +188,12 @@ def candidates_of(
 
     head = head_candidate(settings.temperature, settings.sample_drafts)
     candidates = {"head": head}
-    for name in settings.baselines:
-        candidates[name] = Candidate(
-            baseline_drafter(name, settings, run_head, target, model), sampler(settings.temperature)
+    for name, sampling in served.items():
+        drafter = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts)
+        candidates[name] = Candidate(drafter, Sampler(seed=settings.seed + rank, **sampling))
+    for baseline in settings.baselines:
+        candidates[baseline] = Candidate(
+            baseline_drafter(baseline, settings, run_head, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
@@ -212,6 +243,8 @@ def report(
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,
+        "as_served": served_settings(run),
+        "generation_config": run.target.generation.changes,
         "speed": {
             name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()
         },
@@ -234,7 +267,9 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 def remove_generations(output_dir: Path) -> None:
     """Remove an earlier measurement's answers of the rows that this one may lack: all but the head's."""
-    names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?", r"confidence_[0-9.e-]+"))
+    names = "|".join(
+        (*Baseline, "as_served(_sampled)?", r"temperature_[0-9.e+-]+(_sampled_drafts)?", r"confidence_[0-9.e-]+")
+    )
     for path in list(output_dir.iterdir()):
         if re.fullmatch(rf"generations_({names})\.jsonl", path.name):
             path.unlink()

@@ -1,7 +1,8 @@
 """After stage 5: serves the exported head with an engine, and compares the engine's counters with ours.
 
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`, or `export.output_dir`), the trained head, and the prompts of
-`mtptrain acceptance`. With `serving.url`, it starts no engine and reads no export, but asks that server.
+`mtptrain acceptance`. With `serving.url`, it starts no engine and reads no export, but asks that server. A server is
+asked twice more, with requests that leave settings out: see `eval/as_served.py`.
 Writes `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal,
 or the program ends with status 1. With bfloat16, or weights that the target or the engine rounds, the acceptance
 lengths along the engine's answers must agree within 2 % and two drafts, and the first different token must be explained
@@ -30,7 +31,7 @@ from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine
-from mtptrain.engines.requests import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, EngineCounts, EngineRun, Questions
+from mtptrain.engines.requests import TOLERANCE, EngineCounts, EngineRun, Questions
 from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import RunHead, trained_or_initial_head
 from mtptrain.run import Run
@@ -43,6 +44,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
+from .as_served import Asked, AsServed, print_as_served, questions
 from .engines import check_head, find_served, find_server, output_folder, spare_tokens
 
 InputIds = dict[str, list[int]]
@@ -81,11 +83,13 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     StageDir(output_dir).claim(config)
     asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids)
+    again = questions(asked, run.target.generation, engine)
     if served is None:
         assert server is not None
-        theirs, may_round = server.generate(*asked), server.may_round
+        (theirs, *others), may_round = [server.generate(each) for each in (asked, *again)], server.may_round
     else:
-        theirs, may_round = engine.generate(served, num_drafts, asked), engine.may_round(served)
+        theirs, *others = engine.generate(served, num_drafts, [asked, *again])
+        may_round = engine.may_round(served)
     our_counts, rule = engine.counted(ours.drafted, num_drafts, asked)
     has_rounded_weights = may_round or getattr(run.target.config, "quantization_config", None) is not None
     may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
@@ -94,27 +98,27 @@ def check_engine(run: Run, output_dir: Path) -> bool:
         followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), num_drafts, asked)
         comparison = replace(comparison, our_counts_on_their_answers=followed)
     divergence = None if comparison.is_equal else explain(run, all_prompts, comparison)
+    asked_again = compare_as_served(run, again, others, theirs.tokens, may_round)
 
     found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
+    found["as_served"] = [each.describe() for each in asked_again]
     StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", found)
     print_table(config, comparison, engine.name, rule)
-    if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
-        print(
-            f"the two sides differ by rounding, as {'rounded weights' if has_rounded_weights else settings.dtype} may: "
-            f"on the engine's answers, our acceptance length and its own agree within {TOLERANCE}"
-        )
-        if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
-            print(
-                f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
-                "acceptance.num_prompts, or train the head further"
-            )
-        if divergence is not None:
-            print(f"the first difference, for prompt id {list(prompts)[divergence.prompt]}: {divergence}")
-        return True
-    if not comparison.is_equal:
-        print(what_differs(list(prompts), comparison, divergence, engine), file=sys.stderr)
-    return comparison.is_equal
+    print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, run.target.generation)
+    return print_verdict(config, list(prompts), comparison, divergence, has_rounded_weights) and all(
+        each.is_explained for each in asked_again
+    )
+
+
+def compare_as_served(
+    run: Run, asked: list[Questions], theirs: list[EngineRun], neutral: list[list[int]], may_round: bool
+) -> list[Asked]:
+    if not asked:
+        return []
+    (target, found), engine = load_pair(run), running_engine(run.config.serving.engine)
+    as_served = AsServed(run.config.acceptance, target, run.target, found.head, engine)
+    return [as_served.compare(*each, neutral, may_round) for each in zip(asked, theirs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -239,10 +243,8 @@ class Comparison:
     @property
     def is_near(self) -> bool:
         """Whether the acceptance lengths on the engine's answers agree up to rounding."""
-        if (counts := self.our_counts_on_their_answers) is None:
-            return False
-        ours, theirs = counts.acceptance_length, self.their_counts.acceptance_length
-        return abs(theirs - ours) <= ROUNDING_TOLERANCE * ours + ROUNDED_DRAFTS / max(counts.rounds, 1)
+        counts = self.our_counts_on_their_answers
+        return counts is not None and counts.is_near(self.their_counts)
 
 
 def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
@@ -332,3 +334,30 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
         )
     if rule:
         print(rule)
+
+
+def print_verdict(
+    config: PipelineConfig,
+    prompt_ids: list[str],
+    comparison: Comparison,
+    divergence: Divergence | None,
+    has_rounded_weights: bool,
+) -> bool:
+    """Say how the two sides differ with neutral requests. Returns whether they agree as they must."""
+    engine, settings = running_engine(config.serving.engine), config.acceptance
+    if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
+        print(
+            f"the two sides differ by rounding, as {'rounded weights' if has_rounded_weights else settings.dtype} may: "
+            f"on the engine's answers, our acceptance length and its own agree within {TOLERANCE}"
+        )
+        if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
+            print(
+                f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
+                "acceptance.num_prompts, or train the head further"
+            )
+        if divergence is not None:
+            print(f"the first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}")
+        return True
+    if not comparison.is_equal:
+        print(what_differs(prompt_ids, comparison, divergence, engine), file=sys.stderr)
+    return comparison.is_equal

@@ -128,6 +128,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"`{form.architecture}`. Other versions may read it differently.",
         f"```\n{launch}\n```",
         measured,
+        *filter(None, [engine.defaults_note(run.target.generation)]),
         *form.notes(),
         *([mode_note(run.target.template_kwargs_json, engine)] if config.prompts.source.is_chat else []),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),

@@ -8,10 +8,11 @@ but whose tokens differ.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from os.path import commonprefix
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -46,11 +47,10 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of all responses, as in `ResponsesConfig`."""
+    """How all responses are sampled."""
 
-    temperature: float
-    top_p: float
-    top_k: int
+    settings: Mapping[str, Any]
+    """Temperature, limits and penalties, by the names of `NEUTRAL`."""
     max_new_tokens: int
     stop_token_ids: Sequence[int]
     seed: int

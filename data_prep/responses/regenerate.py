@@ -14,21 +14,21 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
-from mtptrain.data.chat_template import render_prompt, require_chat_template
+from mtptrain.data.chat_template import end_of_turn, render_prompt, require_chat_template, special_tokens
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
-from mtptrain.target.families import eos_token_ids, read_generation_config
+from mtptrain.target import generation
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
@@ -54,6 +54,8 @@ from .target import regenerate_with_target
 MIN_FAILURES_TO_STOP = 16
 """With a server, the run stops after this many consecutive failures, or after twice `responses.concurrency` if that is
 more."""
+NEARLY_ALL = 0.9
+"""The share of responses that may be cut without a warning."""
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
@@ -86,13 +88,20 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
             "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
             f"{', '.join(prompts.paths)} ({reasons}); correct the paths or the data"
         )
-    names = ["temperature", "top_p", "top_k", "max_new_tokens", *([] if server else ["dtype", "batch_size"])]
+    names = ["max_new_tokens", *([] if server else ["dtype", "batch_size"])]
+    always = ("temperature", "top_p", "top_k")
+    sampled = {
+        f"responses.{name}": value
+        for name, value in sampling.settings.items()
+        if name in always or value != generation.NEUTRAL[name]
+    }
     identity = ResponsesIdentity(
         target=TargetIdentity.of(target),
         sources=hash_sources(conversations, prompts.paths),
         backend="server" if server else "transformers",
         model=server.model if server else None,
-        settings={f"responses.{name}": getattr(settings, name) for name in names}
+        settings=sampled
+        | {f"responses.{name}": getattr(settings, name) for name in names}
         | {"seed": config.seed, "context_tokens": context_tokens},
     )
     store = ResponsesStore(run.stage_dir("responses"))
@@ -148,7 +157,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         print(f"{store.directory} is finished already", flush=True)
     speed = f"{num_tokens:,} tokens, {num_tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
     this_run = f"{len(missing) - len(failed):,} conversations, {speed}"
-    print_report(store.directory, manifest, sum(num_turns for num_turns, _ in sizes.values()), this_run)
+    num_turns = sum(num_turns for num_turns, _ in sizes.values())
+    print_report(store.directory, manifest, num_turns, sampling.stop_token_ids, this_run)
     if not manifest.counts["answers"]:
         raise UserError(
             f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the "
@@ -171,13 +181,38 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
 
 
 def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sampling:
-    stop_token_ids = eos_token_ids(target.config, read_generation_config(target.directory))
+    """Returns how responses are sampled and where they end, and says in a line if that is not as a server would."""
+    own, stop_token_ids = target.generation, target.generation.eos_token_ids
+    turn_end = end_of_turn(target.tokenizer)
+    if turn_end is not None and turn_end not in stop_token_ids:
+        print(
+            f"target.path: the chat template ends an answer with {special_tokens(target.tokenizer)[turn_end]}, token "
+            f"{turn_end}, at which responses end too, but servers write past it: in {target.directory} it is neither "
+            f"an eos_token_id of {generation.FILE} nor the tokenizer's eos_token; add it",
+            flush=True,
+        )
+        stop_token_ids = (*stop_token_ids, turn_end)
     if not stop_token_ids:
         raise UserError(
-            "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, "
-            f"but is not set in {target.directory}; add it"
+            f"target.path: eos_token_id must be set in {generation.FILE} or config.json, or eos_token of the "
+            f"tokenizer, since it ends a response, but is not set in {target.directory}; add it"
         )
-    return Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new_tokens, stop_token_ids, seed)
+    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    sampled = (own.own_sampling if settings.temperature is None else generation.NEUTRAL) | chosen
+    if own.sampling:
+        source = "as" if sampled == own.own_sampling else f"with {_changes(chosen)} and not with"
+        print(
+            f"responses: sampled {source} {generation.FILE} of the target says, {_changes(own.own_sampling)}; "
+            "responses.temperature, top_p and top_k override it",
+            flush=True,
+        )
+    return Sampling(sampled, settings.max_new_tokens, stop_token_ids, seed)
+
+
+def _changes(sampling: Mapping[str, Any]) -> str:
+    values = {name: value for name, value in sampling.items() if value != generation.NEUTRAL[name]}
+    return generation.as_words(values) or "temperature 1"
 
 
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:
@@ -256,7 +291,9 @@ def fill_from_server(
     return failed
 
 
-def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, this_run: str) -> None:
+def print_report(
+    directory: Path, manifest: ResponsesManifest, num_turns: int, stop_token_ids: Sequence[int], this_run: str
+) -> None:
     """Print the counts and, for each reason in `failures.jsonl`, the conversations left out or ended early."""
     words = {
         "turns": "turns to generate",
@@ -268,4 +305,11 @@ def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, t
     failures = [json.loads(line) for line in (directory / FAILURES).read_text(encoding="utf-8").splitlines()]
     groups = group_refusals({failure["place"]: failure["reason"] for failure in failures})
     print_counts("mtptrain responses", counts, words, groups, f"this run: {this_run}")
+    if (cut := counts["cut"]) > NEARLY_ALL * counts["answers"]:
+        print(
+            f"warning: {cut:,} of {counts['answers']:,} responses reached responses.max_new_tokens before an end of "
+            f"text (tokens {list(stop_token_ids)}): raise it, or look in {directory} whether they go on past what ends "
+            f"a turn, and add that token to eos_token_id in {generation.FILE} of the target",
+            file=sys.stderr,
+        )
     print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)

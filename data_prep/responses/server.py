@@ -15,7 +15,6 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import ResponsesConfig
-from mtptrain.engines.requests import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
@@ -131,11 +130,9 @@ class CompletionServer:
             "model": self.model,
             "prompt": prompt.token_ids,
             "max_tokens": max_new_tokens,
-            "temperature": self._sampling.temperature,
-            "top_p": self._sampling.top_p,
-            "top_k": self._sampling.top_k or -1,  # -1 means all tokens in both engines
+            **self._sampling.settings,
+            "top_k": self._sampling.settings["top_k"] or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            **NEUTRAL_SAMPLING,
             "stop_token_ids": list(self._sampling.stop_token_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,

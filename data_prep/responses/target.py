@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.sampler import History, Sampler
 from mtptrain.target.model import Target
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
@@ -24,7 +24,7 @@ def generate(
     After each step `on_step` gets the number of new tokens.
     """
     # 1. The target reads the prompts, padded on the right, and chooses the first token of each response.
-    sampler = Sampler(sampling.temperature, prompts[0].seed, sampling.top_p, sampling.top_k)
+    sampler = Sampler(seed=prompts[0].seed, **sampling.settings)
     lengths, device = torch.tensor([len(prompt.token_ids) for prompt in prompts]), target.device
     padded = pad_sequence([torch.tensor(prompt.token_ids) for prompt in prompts], batch_first=True)  # [B, S]
     cache = target.cache(padded.shape[1] + sampling.max_new_tokens, lengths.tolist())
@@ -32,9 +32,20 @@ def generate(
         padded.to(device), torch.arange(padded.shape[1], device=device).expand(len(prompts), -1), cache
     )
     last = states.postnorm_states[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]  # [B, H]
-    newest = sampler.choose(target.logits(last)).cpu()  # [B]
     responses: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(len(prompts))  # the prompts that are still in the batch
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        """Returns the next token [B] of each row."""
+        if sampler.changes_logits:
+            texts = [[*prompts[row].token_ids, *responses[row]] for row in rows.tolist()]
+            tokens = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
+            num_tokens = torch.tensor([len(text) for text in texts], device=device)
+            history = History.of(tokens, lengths[rows].to(device), num_tokens)
+            logits = sampler.processed(logits[:, None], history)[:, 0]
+        return sampler.choose(logits).cpu()
+
+    newest = choose(target.logits(last))
     while True:
         # 2. Append the newest token of each response that has not ended.
         grown = [
@@ -54,7 +65,7 @@ def generate(
         # 3. The target reads the newest tokens and chooses the next ones.
         positions = torch.tensor([int(lengths[row]) + len(responses[row]) - 1 for row in rows.tolist()], device=device)
         states = target.forward(newest[:, None].to(device), positions[:, None], cache)
-        newest = sampler.choose(target.logits(states.postnorm_states[:, 0])).cpu()
+        newest = choose(target.logits(states.postnorm_states[:, 0]))
 
 
 def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:

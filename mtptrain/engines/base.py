@@ -16,6 +16,7 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import FILE, GenerationDefaults, as_words
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Engine(ABC):
     """How each head that the engine serves is exported, by the head's name."""
     has_server = True
     """Whether the engine is a server with a chat template."""
+    applies: frozenset[str] = frozenset()
+    """The settings of generation_config.json that the engine applies to a request that leaves them out."""
+    has_our_penalties = False
+    """Whether the engine's penalties are those of our sampler, so that its answers with them must equal ours."""
+    without_them = "set them in each request"
+    """How an engine is told not to apply them."""
 
     @abstractmethod
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
@@ -71,6 +78,29 @@ class Engine(ABC):
         if self.has_server:
             return f'Send them with each request, as `"chat_template_kwargs": {mode}`'
         return "Pass them to `apply_chat_template`"
+
+    def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
+        """Returns the settings that the engine adds to a request that leaves all of them out, by name."""
+        return {name: value for name, value in generation.changes.items() if name in self.applies}
+
+    def defaults_note(self, generation: GenerationDefaults) -> str:
+        """Returns what a request gets from the target's generation_config.json that leaves settings out; "" if nothing.
+
+        The sentences are those of the acceptance report and of an export's README.
+        """
+        added, sets = self.added_to(generation), generation.changes
+        if not sets:
+            return ""
+        sentences = [f"The target's {FILE} sets {as_words(sets)}."]
+        if left_out := [name for name in sets if name not in added]:
+            sentences.append(f"{self.name} {self.version} does not apply {', '.join(left_out)}.")
+        if added:
+            sentences.append(
+                f"{self.name} {self.version} applies {', '.join(added)} to each request that leaves it out, and then "
+                f"accepts another share of the drafts than with neutral requests: to switch that off, "
+                f"{self.without_them}."
+            )
+        return " ".join(sentences)
 
     def check_directory(self, directory: Path, form: Format) -> None:  # noqa: B027 (most take any)
         """Raises UserError if the engine would take an export in this folder for something else."""
@@ -92,6 +122,10 @@ class RunningEngine(Engine):
     def find_program(self, serving: ServingConfig) -> Path:
         """Returns the engine's program, or a Python that has the engine, and warns of a version that was not tested."""
 
+    def why_not_sampled(self) -> str:
+        """Returns why the engine's answers with drafts are not to be sampled on this machine; "" if they may be."""
+        return ""
+
     def check_target(self, target: TargetFiles) -> None:
         """Raises UserError if a file of the target is missing that the engine needs."""
 
@@ -107,8 +141,11 @@ class RunningEngine(Engine):
         return False
 
     @abstractmethod
-    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
-        """Start the engine with K = `num_drafts`, and return its greedy answers to token ids and its counters."""
+    def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
+        """Start the engine with K = `num_drafts`, and return its answers to token ids and its counters.
+
+        An engine without a server is asked in the neutral manner alone.
+        """
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what the engine counts for our answers, and a sentence on its rules if they changed the counts."""

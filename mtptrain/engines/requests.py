@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from mtptrain.decoding.acceptance import summarise
@@ -43,6 +44,17 @@ class EngineCounts:
     def acceptance_length(self) -> float:
         return 1 + sum(self.accepted_at) / max(self.rounds, 1)
 
+    def is_equal(self, theirs: "EngineCounts") -> bool:
+        """Returns whether another side counts the same; drafted tokens only where both report them."""
+        drafted = self.drafted if theirs.drafted is None else theirs.drafted
+        return (self.rounds, self.drafted, self.accepted_at) == (theirs.rounds, drafted, theirs.accepted_at)
+
+    def is_near(self, theirs: "EngineCounts", drafts: int = ROUNDED_DRAFTS) -> bool:
+        """Returns whether the acceptance lengths of both sides, on the same answers, agree up to rounding and `drafts`
+        that one side accepts and the other does not."""
+        difference = abs(theirs.acceptance_length - self.acceptance_length)
+        return difference <= ROUNDING_TOLERANCE * self.acceptance_length + drafts / max(self.rounds, 1)
+
 
 @dataclass(frozen=True)
 class EngineRun:
@@ -57,13 +69,24 @@ class EngineRun:
     """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
 
 
+class Manner(StrEnum):
+    """What requests set beside the prompt and the largest number of new tokens; a server adds the rest."""
+
+    neutral = "neutral"
+    """All that changes a choice: greedy decoding without penalties, and the ends of answers."""
+    greedy = "temperature 0"
+    """Only the temperature, which is 0."""
+    plain = "nothing"
+
+
 class Questions(NamedTuple):
-    """Prompts that are answered greedily."""
+    """Prompts, and how they are asked."""
 
     prompts: Sequence[Sequence[int]]
     """Token ids."""
     max_new_tokens: int
     stop_token_ids: Sequence[int]
+    manner: Manner = Manner.neutral
 
 
 @dataclass(frozen=True)

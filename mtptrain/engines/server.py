@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from mtptrain.engines.requests import EngineCounts, EngineRun, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Questions, Requests
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import address_below, hide_passwords
@@ -86,10 +86,8 @@ class EngineServer(ABC):
             )
 
     @abstractmethod
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, and how much the counters grew.
+    def generate(self, asked: Questions) -> EngineRun:
+        """Returns the answers to prompts of token ids, and how much the counters grew.
 
         Raises UserError if the server serves other requests in the meantime, which makes its counters useless.
         """

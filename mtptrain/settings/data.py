@@ -121,9 +121,11 @@ class ResponsesConfig:
     """With transformers: number of conversations generated together."""
     dtype: Dtype = Dtype.auto
     """With transformers: dtype of the target. `auto` is bfloat16 where this machine computes it fast, else float32."""
-    temperature: float = at_least(0.0, default=0.0)
-    top_p: float = share(default=1.0, hint="1 keeps all tokens")
-    top_k: int = at_least(0, default=0)
+    temperature: float | None = at_least(0.0, default=None)
+    """null samples as the target's generation_config.json says, penalties included: greedily if it says nothing. With a
+    number there are no penalties, and all tokens are kept unless `top_p` or `top_k` are set."""
+    top_p: float | None = share(default=None, hint="1 keeps all tokens")
+    top_k: int | None = at_least(0, default=None)
     """0 keeps all tokens."""
     max_new_tokens: int = at_least(1, default=2048)
     """Maximum length of a response in tokens. A response that reaches it is the last of its conversation."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from mtptrain.target.form import find_form
+from mtptrain.target.generation import read_generation
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo_json
 from mtptrain.utils.errors import UserError, error_summary
@@ -69,7 +70,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         )
     _check_sizes(config, path)
     check_rope(config)
-    _check_eos(config, read_generation_config(target_dir), target_dir)
+    read_generation(target_dir, config)
     if _ignores_windows(config):
         raise UserError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
@@ -150,40 +151,6 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, but they are {heads} and "
             f"{shared}; {DOWNLOAD_AGAIN}"
         )
-
-
-def read_generation_config(target_dir: Path) -> GenerationConfig | None:
-    """Returns the target's generation_config.json, or None if it has none."""
-    path = target_dir / "generation_config.json"
-    if not path.is_file():
-        return None
-    read_json(path, DOWNLOAD_AGAIN)
-    try:
-        return GenerationConfig.from_pretrained(target_dir)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
-        ) from error
-
-
-def _check_eos(config: PreTrainedConfig, generation_config: GenerationConfig | None, target_dir: Path) -> None:
-    name = "config.json" if _without_eos(generation_config) else "generation_config.json"
-    for token in eos_token_ids(config, generation_config):
-        if not (isinstance(token, int) and 0 <= token < config.vocab_size):
-            raise UserError(
-                f"{target_dir / name}: eos_token_id must be token ids below vocab_size={config.vocab_size}, but is "
-                f"{token!r}; {DOWNLOAD_AGAIN}"
-            )
-
-
-def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
-    """Returns the target's end-of-sequence tokens. Those of the generation config take precedence, as in engines."""
-    ids = getattr(config if _without_eos(generation_config) else generation_config, "eos_token_id", None)
-    return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (ids,)
-
-
-def _without_eos(generation_config: GenerationConfig | None) -> bool:
-    return generation_config is None or generation_config.eos_token_id in (None, [])
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
+from mtptrain.target.generation import GenerationDefaults, read_generation
 from mtptrain.target.gguf import gguf_of, is_gguf
 from mtptrain.target.hub import DEMO, load_tokenizer, weights_fingerprint
 from mtptrain.utils.errors import UserError, error_summary
@@ -77,6 +78,15 @@ class TargetFiles:
         tokenizer = load_tokenizer(self.directory)
         set_template_kwargs(tokenizer, self.template_kwargs)
         return tokenizer
+
+    @cached_property
+    def generation(self) -> GenerationDefaults:
+        """What the target's files ask of whoever generates with it, with the tokenizer's end among the ends."""
+        found = read_generation(self.directory, self.config)
+        if not (self.directory / "tokenizer_config.json").is_file():
+            return found
+        end = self.tokenizer.eos_token_id
+        return found.ending_at(end if end is not None and end < self.config.vocab_size else None)
 
     @cached_property
     def weights_sha256(self) -> str:

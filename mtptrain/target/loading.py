@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from mtptrain.target.causal_attention import MaskOf
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_weights, refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.model import Target
@@ -49,7 +50,8 @@ def without_transformers_bar() -> Iterator[None]:
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit."""
-    config = read_target_config(target_dir)
+    files = TargetFiles(target_dir)
+    config, ends = files.config, files.generation.eos_token_ids
     check_placement(target_dir, dtype, device)
     placement = "auto" if needs_several_devices(target_dir, dtype, device) else device
     with without_transformers_bar():
@@ -69,6 +71,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors restores the weights when the whole model is first called, but `Target` calls parts of it.
         model.hf_quantizer.compressor.decompress_model(model)
+    model.generation_config.eos_token_id = list(ends)
     target = Target(model)
     check_target(target)
     return target

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED, SeenSlots
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.target.generation import as_ids
 from mtptrain.target.position_cache import PositionCache, StateCache, TreeSlots
 from mtptrain.utils.errors import UserError
 
@@ -91,7 +91,7 @@ class Target:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return eos_token_ids(self.config, self.model.generation_config)
+        return tuple(as_ids(self.model.generation_config.eos_token_id))
 
     @torch.no_grad()
     def forward(

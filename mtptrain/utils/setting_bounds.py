@@ -74,11 +74,11 @@ def _is_root(path: str) -> bool:
     return Path(path).resolve() == Path(path).resolve().parent
 
 
-def share(*, default: float, hint: str, is_proper: bool = False) -> float:
-    """Declare a share above 0 and at most 1, or below 1 if it is proper."""
+def share(*, default: T, hint: str, is_proper: bool = False) -> T:
+    """Declare a share above 0 and at most 1, or below 1 if it is proper, or None if its type allows that."""
     if is_proper:
         return _bounded(lambda value: 0.0 < value < 1.0, "be above 0 and below 1", hint, default)
-    return _bounded(lambda value: 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
+    return _bounded(lambda value: value is None or 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
 
 
 def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: T) -> T:

@@ -56,9 +56,6 @@ def test_special_tokens_are_the_tokenizers_and_those_that_stop_the_target(tmp_pa
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [256, 258]}))
     assert special_token_ids(TargetFiles(tmp_path)) == {256, 257, 258}
-    small = TargetFiles(tmp_path)
-    small.config.vocab_size = 258
-    assert special_token_ids(small) == {256, 257}
 
 
 def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(

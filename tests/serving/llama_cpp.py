@@ -70,7 +70,7 @@ def serve_by_llama(
         head = directory / form.weights_name, form.method, num_drafts
         arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, True, head)
         with started_server(LlamaServer, [llama_server, *arguments], directory / "server.log") as server:
-            theirs = server.generate(*QUESTIONS)
+            theirs = server.generate(QUESTIONS)
         ours = drafted_here(case, target_of, head_of)
         return ours, theirs, ENGINE.counted(ours, num_drafts, QUESTIONS)[0]
 

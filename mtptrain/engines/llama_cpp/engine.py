@@ -118,10 +118,10 @@ class LlamaCpp(RunningEngine):
         assert served.target.gguf is not None
         return not (is_in_fp32(served.target.gguf) and is_in_fp32(served.head_dir / HEAD_FILE))
 
-    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         command = server_command(served, num_drafts, num_slots=1, is_exact=served.dtype == "float32")
         with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
-            return server.generate(*asked)
+            return [server.generate(each) for each in asked]
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""

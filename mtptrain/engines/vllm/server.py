@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mtptrain.engines.requests import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Requests
+from mtptrain.engines.requests import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Manner, Questions, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of
 from mtptrain.engines.vllm.client import warn_of_untested
 from mtptrain.target.files import TargetFiles
@@ -32,31 +32,25 @@ class VllmServer(EngineServer):
             warn_of_untested(self.version, f"serving.url={self.shown_url}")
         self.model, self.root, self.max_model_len = self.read("/v1/models", _model)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        before = self.counters()
+    def generate(self, asked: Questions) -> EngineRun:
+        before, settings = self.counters(), dict[str, Any]()
+        if asked.manner is not Manner.plain:
+            settings["temperature"] = 0.0
+        if asked.manner is Manner.neutral:
+            settings |= {"top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING}
+            settings |= {"ignore_eos": True, "stop_token_ids": list(asked.stop_token_ids)}
 
         def ask(prompt: Sequence[int]) -> tuple[list[int], list[int] | None]:
-            request = {
-                "model": self.model,
-                "prompt": list(prompt),
-                "max_tokens": max_new_tokens,
-                "temperature": 0.0,
-                **{"top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING},
-                "ignore_eos": True,
-                "stop_token_ids": list(stop_token_ids),
-                "return_token_ids": True,
-            }
-            return self.read("/v1/completions", _completion, request)
+            request = {"model": self.model, "prompt": list(prompt), "max_tokens": asked.max_new_tokens, **settings}
+            return self.read("/v1/completions", _completion, request | {"return_token_ids": True})
 
         with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            answers = list(pool.map(ask, prompts))
+            answers = list(pool.map(ask, asked.prompts))
         accepted = [rounds for _, rounds in answers]
         return EngineRun(
             self.version,
             [tokens for tokens, _ in answers],
-            self.counts_since(before, len(prompts)),
+            self.counts_since(before, len(asked.prompts)),
             None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted],
         )
 

@@ -18,6 +18,7 @@ from data_prep.responses.target import generate
 from mtptrain.config import PipelineConfig
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.run import Run
+from mtptrain.target.generation import NEUTRAL
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
@@ -224,12 +225,18 @@ def test_sampling_follows_its_settings_and_its_seed_and_nothing_of_the_checkpoin
     questions = [load_tokenizer(speaking_target)(f"<user>question {i}<|end|>")["input_ids"] for i in range(4)]
 
     def answers(
-        temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0, path: Path = speaking_target
-    ) -> list[list[int] | None]:
-        sampling = Sampling(temperature, top_p, top_k, 24, [EOS], seed)
+        seed: int = 0, path: Path = speaking_target, ends: tuple[int, ...] = (EOS,), **settings: float
+    ) -> list[list[int]]:
+        sampling = Sampling(NEUTRAL | settings, 24, ends, seed)
         prompts = [Prompt(ids, seed) for ids in questions]
         return [each.token_ids for each in generate(targets[path], prompts, sampling, lambda num_tokens: None)]
 
     hot, greedy = answers(), answers(temperature=0.0)
     assert hot == answers() != answers(seed=1)
     assert hot != greedy == answers(top_k=1) == answers(top_p=1e-6) == answers(temperature=0.0, path=penalised)
+    # A penalty is that of transformers, whatever is in the batch.
+    model, penalty = targets[penalised].model, {"temperature": 0.0, "repetition_penalty": 1.8}
+    own = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for ids, answer in zip(questions, answers(ends=(), **penalty), strict=True):
+        assert model.generate(torch.tensor([ids]), **own)[0, len(ids) :].tolist() == answer
+    assert answers(ends=(), **penalty) != answers(ends=(), temperature=0.0)

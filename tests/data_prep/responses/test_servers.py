@@ -19,6 +19,7 @@ from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
+from tests.conftest import GENERATION_TEMPLATE
 from tests.data_prep.responses.conftest import (
     CHATS,
     ConfigFor,
@@ -90,9 +91,53 @@ def test_settings_that_do_not_fit_are_refused(by_server: ConfigFor, tmp_path: Pa
     config.prompts.source = PromptSource.conversations
     with pytest.raises(UserError, match=r"must be responses and at least one .*, but are conversations and \["):
         respond(config)
-    target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
+    target = make_speaking_target(tmp_path / "endless", eos_token_id=None, chat_template="{{ messages[-1].content }} ")
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
     with pytest.raises(UserError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config"):
         respond(by_server(target=target))
+
+
+def test_responses_are_sampled_and_ended_as_the_target_is_served_unless_settings_say_otherwise(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_speaking_target(tmp_path / "target")
+    path = target / "generation_config.json"
+    served = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    penalised = neutral | {"temperature": 0.0, "repetition_penalty": 1.05}
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+        ({}, {}, neutral | {"temperature": 0.0}, "^$"),
+        (served, {}, served, "sampled as generation_config.json .* temperature 0.6, top_p 0.95, top_k 20, min_p 0.05"),
+        (served | {"do_sample": False}, {}, penalised, r"temperature 0\.0, repetition_penalty 1\.05; "),
+        ({"do_sample": True, "top_k": 5}, {}, neutral | {"top_k": 5}, "says, top_k 5; "),
+        (served, {"top_k": 7}, served | {"top_k": 7}, "sampled with top_k 7 and not with generation_config.json"),
+        (served, {"temperature": 0.0}, neutral | {"temperature": 0.0}, r"sampled with temperature 0\.0 and not with"),
+    ]
+    for number, (generation, settings, expected, said) in enumerate(cases):
+        path.write_text(json.dumps({"eos_token_id": 3, **generation}))
+        server.requests.clear()
+        capsys.readouterr()
+        respond(by_server(target=target, run=f"case{number}", **settings))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("responses: ")]
+        assert re.search(said, "\n".join(lines)) and len(lines) <= 1
+        for request in server.requests:
+            assert {name: request[name] for name in expected} == expected
+            assert request["stop_token_ids"] == [3, EOS]  # the second is the tokenizer's
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn_and_answers_that_are_all_cut_are_warned_of(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = GENERATION_TEMPLATE.replace("<|end|>", "<system>")
+    target = make_speaking_target(tmp_path / "target", chat_template=template)
+    server.behave = lambda request: completion(request["prompt"], [5, 6], "length")
+    respond(by_server(target=target))
+    turn_end = load_tokenizer(target).convert_tokens_to_ids("<system>")
+    assert all(request["stop_token_ids"] == [EOS, turn_end] for request in server.requests)
+    out, err = capsys.readouterr()
+    assert f"the chat template ends an answer with <system>, token {turn_end}, at which responses end too" in out
+    assert re.search(r"warning: (\d+) of \1 responses reached responses.max_new_tokens before an end of text", err)
 
 
 def test_what_keeps_failing_is_counted_named_and_alone_retried(

@@ -7,7 +7,7 @@ import pytest
 
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.requests import EngineCounts
+from mtptrain.engines.requests import EngineCounts, Questions
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
@@ -24,7 +24,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order_of_positions(fake: FakeServer) -> None:
     fake.num_answered = 5  # requests served earlier do not count
-    run = VllmServer(fake.url + "/").generate([[1, 2], [3]], 4, [7])
+    run = VllmServer(fake.url + "/").generate(Questions([[1, 2], [3]], 4, [7]))
     assert run.counts == EngineCounts(rounds=6, drafted=12, accepted_at=[4, 0])
     assert run.tokens == [[2, 1], [3]] and run.accepted_by_round is None and run.version == "0.32.0"
     for request in fake.requests:
@@ -35,7 +35,7 @@ def test_a_server_that_serves_others_too_is_refused(fake: FakeServer, monkeypatc
     fake.finished_per_request = 2
     busy = r"^serving\.url: the server must serve no other requests during the check, but "
     with pytest.raises(UserError, match=busy + "finished 4 requests instead of 2; repeat"):
-        VllmServer(fake.url).generate([[1], [2]], 4, [7])
+        VllmServer(fake.url).generate(Questions([[1], [2]], 4, [7]))
     monkeypatch.setattr(engine_server, "SETTLE_LIMIT_S", 0.1)
     server = VllmServer(fake.url)
     fake.is_busy = True
@@ -52,7 +52,7 @@ def test_an_answer_that_an_engine_would_not_give_is_refused_in_one_line(fake: Fa
     ):
         fake.answers = {path: body}
         with pytest.raises(UserError) as failed:
-            VllmServer(fake.url).generate([[1]], 4, [7])
+            VllmServer(fake.url).generate(Questions([[1]], 4, [7]))
         shown = " ".join(body.decode().split())
         assert f"must be a running vLLM server, but {fake.url}{path} answers {shown}; start `vllm" in str(failed.value)
 
@@ -70,7 +70,7 @@ def test_a_server_that_fails_while_it_answers_is_not_taken_for_another_program(f
     fake.status = 503  # as while it loads
     message = rf"serving\.url: must answer every request, but {fake.url}/\S+ answers 503: .*; see the server's log"
     with pytest.raises(UserError, match=message):
-        server.generate([[1]], 4, [7])
+        server.generate(Questions([[1]], 4, [7]))
     fake.status = 501
     with pytest.raises(UserError, match=r"must be a running llama\.cpp server, .* 501: .*; start `llama-server --m"):
         LlamaServer(fake.url)

@@ -49,7 +49,7 @@ def test_an_openvino_that_crashes_is_started_once_more(
     python = fake_python(tmp_path, CRASHES_ONCE)
     served = Served(python, TargetFiles(Path()), Path(), {}, ServingConfig(), "float32", 8, 1, tmp_path)
     engine = running_engine("openvino")
-    assert engine.generate(served, 3, QUESTIONS).tokens == [[5, 6]]
+    assert engine.generate(served, 3, [QUESTIONS])[0].tokens == [[5, 6]]
     (tmp_path / "starts").unlink()
     version, (result,) = engine.run_loads(served, 3, REQUESTS, [Load("K3", 1, 1)], tmp_path)
     assert (version, result.answers) == ("2026.3.0.0", [Answer([0.2, 0.3], 4)])
@@ -61,5 +61,5 @@ def test_an_openvino_that_crashes_is_started_once_more(
     (tmp_path / "starts").unlink()
     (tmp_path / "starts").mkdir()  # any other failure is not tried again
     with pytest.raises(UserError, match="ended with status 1; its last lines"):
-        engine.generate(served, 3, QUESTIONS)
+        engine.generate(served, 3, [QUESTIONS])
     assert len(user_warnings) == 4

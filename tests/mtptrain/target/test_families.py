@@ -11,26 +11,12 @@ from transformers import AutoConfig
 
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.heads.layers import Rope
-from mtptrain.target.families import eos_token_ids, head_rope_parameters, read_generation_config
+from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR, weights_fingerprint
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.families import IMAGE_MODELS
 from tests.mtptrain.target.inputs import write_config
-
-
-def test_end_of_sequence_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
-    for generation, config, expected in (
-        (None, None, ()),
-        ({"eos_token_id": [3, 4]}, 5, (3, 4)),
-        ({"eos_token_id": 0}, 5, (0,)),
-        ({"eos_token_id": []}, 5, (5,)),
-        ({"temperature": 0.7}, [5, 6], (5, 6)),
-    ):
-        if generation is not None:
-            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        found = write_config(tmp_path, model_type="llama", eos_token_id=config)
-        assert eos_token_ids(found, read_generation_config(tmp_path)) == expected
 
 
 def test_the_language_model_of_an_image_model_is_tied_and_quantised_as_the_whole_is(tmp_path: Path) -> None:

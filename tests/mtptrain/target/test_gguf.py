@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
+from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import LLAMA3_ROPE, gguf_of, read_header
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
@@ -142,7 +142,7 @@ def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target
     settings = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 257}
     directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings)))
     # <|end|> is 256, the key of the turn's end names 257, and llama.cpp knows the text of 258
-    assert eos_token_ids(read_target_config(directory), read_generation_config(directory)) == (256, 257, 258)
+    assert TargetFiles(directory).generation.eos_token_ids == (256, 257, 258)
 
 
 def test_a_file_is_dequantised_once_and_again_when_it_changes(

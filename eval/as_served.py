@@ -1,0 +1,195 @@
+"""The second part of `mtptrain serving-check`: what a server gives to requests that leave settings out.
+
+A server fills in what a request leaves out: from generation_config.json of the target, from the tokenizer, or with
+defaults of its own. So it is asked twice more: with temperature 0 alone, and with nothing but the prompt and the limit,
+as a plain user asks. Whatever it adds, it must draft as we do along its own answers; and the names of what it adds say
+why these answers differ from neutral greedy ones.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from operator import ne
+from typing import Any
+
+from rich.table import Table
+
+from mtptrain.cli.tables import wide_console
+from mtptrain.config import AcceptanceConfig
+from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.base import RunningEngine
+from mtptrain.engines.requests import ROUNDED_DRAFTS, EngineCounts, EngineRun, Manner, Questions
+from mtptrain.heads.base import Head
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import FILE, ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
+from mtptrain.target.model import Target
+
+FEW_PROMPTS = 32
+"""Number of prompts that are asked again if the target's files set nothing that changes greedy answers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The answers of a server to requests that leave settings out, beside ours."""
+
+    manner: Manner
+    theirs: EngineRun
+    our_counts: EngineCounts
+    """Our counters along the server's answers, by its rules."""
+    num_different: int
+    """Number of answers that differ from neutral greedy ones."""
+    reasons: list[str]
+    """Why they differ; empty if none does, or if that is not known."""
+    is_same_draft: bool
+    """Whether the counters agree as they must."""
+
+    @property
+    def is_explained(self) -> bool:
+        return self.is_same_draft and (not self.num_different or bool(self.reasons))
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the entries of a report."""
+        assert self.theirs.counts is not None
+        counts = {"ours": self.our_counts, "theirs": self.theirs.counts}
+        figures = {side: asdict(each) | {"acceptance_length": each.acceptance_length} for side, each in counts.items()}
+        own = {"requests_set": str(self.manner), "answers": len(self.theirs.tokens), "reasons": self.reasons}
+        return own | figures | {"different_answers": self.num_different, "is_explained": self.is_explained}
+
+
+def questions(neutral: Questions, generation: GenerationDefaults, engine: RunningEngine) -> list[Questions]:
+    """Returns what a server is asked beside the neutral questions; an engine without a server is asked nothing."""
+    if not engine.has_server:
+        return []
+    changes = set(generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
+    few = neutral._replace(prompts=neutral.prompts[:FEW_PROMPTS])
+    greedy = (neutral if changes else few)._replace(manner=Manner.greedy)
+    return [greedy] if engine.why_not_sampled() else [greedy, few._replace(manner=Manner.plain)]
+
+
+class AsServed:
+    """Compares a server's answers to requests that leave settings out with our own loop."""
+
+    def __init__(
+        self, settings: AcceptanceConfig, target: Target, files: TargetFiles, head: Head, engine: RunningEngine
+    ):
+        self.settings, self.target, self.engine = settings, target, engine
+        self.generation, self.tokenizer = files.generation, files.tokenizer
+        self.drafter = HeadDrafter(head, target.parts, settings.num_speculative_tokens)
+
+    def compare(self, asked: Questions, theirs: EngineRun, neutral: Sequence[list[int]], may_round: bool) -> Asked:
+        """Returns how the answers differ from `neutral` greedy ones, and whether the engine drafts as we do.
+
+        If our own loop gives the same answers, its counters must be equal. If it cannot, as for sampled answers, ours
+        are those along the server's answers, and must be near: nobody knows what it would have chosen past their ends.
+        """
+        new_ends = other_ends(theirs.tokens, asked)
+        num_different = sum(map(ne, theirs.tokens, neutral))
+        reasons = [
+            f"end: the server ends answers at token {token}, {self.tokenizer.decode([token])!r}, which neither {FILE} "
+            "nor the tokenizer names as an end"
+            for token in new_ends
+        ]
+        ours, more = self._same_answers(asked, theirs.tokens, (*asked.stop_token_ids, *new_ends))
+        if num_different and asked.manner is Manner.greedy:
+            reasons += more or ([] if ours else self._other_rules(may_round))
+        elif num_different:
+            reasons.append(self._how_sampled())
+        is_exact = ours is not None and not may_round
+        if ours is None:
+            ours = self._decode(asked, Sampler(), (*asked.stop_token_ids, *new_ends), theirs.tokens)
+        counts, _ = self.engine.counted(ours, self.settings.num_speculative_tokens, asked)
+        drafts = ROUNDED_DRAFTS + len(asked.prompts)  # of each answer's last round, a part is past its end
+        is_as_ours = theirs.counts is not None and (
+            counts.is_equal(theirs.counts) if is_exact else counts.is_near(theirs.counts, drafts)
+        )
+        return Asked(asked.manner, theirs, counts, num_different, reasons, is_as_ours)
+
+    def _same_answers(
+        self, asked: Questions, answers: Sequence[list[int]], ends: Sequence[int]
+    ) -> tuple[list[Generation] | None, list[str]]:
+        """Returns our own greedy answers, with penalties or not, if they are these, and why they are not neutral."""
+        sampling = self.generation.sampling
+        penalties = {name: sampling[name] for name in PENALTIES if name in sampling}
+        for sampler in (Sampler(), *([Sampler(**penalties)] if penalties else [])):
+            ours = self._decode(asked, sampler, ends)
+            if [generation.tokens for generation in ours] == list(answers):
+                return ours, [f"penalty: {as_words(penalties)} of {FILE}"] if sampler.has_penalties else []
+        return None, []
+
+    def _other_rules(self, may_round: bool) -> list[str]:
+        """Returns which settings the engine applies by rules that our sampler does not have."""
+        ours = (*ONLY_SAMPLED, *(PENALTIES if self.engine.has_our_penalties and not may_round else ()))
+        added = self.engine.added_to(self.generation).items()
+        applied = {name: value for name, value in added if name not in ours}
+        return [f"{self.engine.name} applies {as_words(applied)} of {FILE}, by rules of its own"] if applied else []
+
+    def _how_sampled(self) -> str:
+        added = self.engine.added_to(self.generation).items()
+        if applied := {name: value for name, value in added if name in self.generation.sampling}:
+            return f"sampling: {as_words(applied)} of {FILE}"
+        return f"sampling: {FILE} sets nothing, and {self.engine.name} has defaults of its own"
+
+    def _decode(
+        self, asked: Questions, sampler: Sampler, ends: Sequence[int], answers: Sequence[list[int]] | None = None
+    ) -> list[Generation]:
+        return generate_in_batches(
+            self.target,
+            self.drafter,
+            asked.prompts,
+            num_speculative_tokens=self.settings.num_speculative_tokens,
+            max_new_tokens=asked.max_new_tokens,
+            sampler=sampler,
+            eos_token_ids=ends,
+            batch_size=self.settings.batch_size,
+            batch_tokens=self.settings.batch_tokens,
+            description=f"as served, {asked.manner}",
+            answers=answers,
+        )
+
+
+def other_ends(answers: Sequence[list[int]], asked: Questions) -> list[int]:
+    """Returns the tokens at which answers end early though no file of the target lists them."""
+    early = [answer[-1] for answer in answers if answer and len(answer) < asked.max_new_tokens]
+    return sorted(set(early) - set(asked.stop_token_ids))
+
+
+def print_as_served(
+    asked: Sequence[Asked], engine: RunningEngine, neutral_length: float, generation: GenerationDefaults
+) -> None:
+    """Print what requests get that leave settings out, and why that differs from what neutral ones get."""
+    if not asked:
+        return
+    table = Table(title=f"As served by {engine.name}: acceptance length")
+    table.add_column("requests set", no_wrap=True)
+    for column in ("answers", "not as neutral", "ours", engine.name, "neutral"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in asked:
+        assert each.theirs.counts is not None
+        lengths = (each.our_counts.acceptance_length, each.theirs.counts.acceptance_length, neutral_length)
+        numbers = (str(len(each.theirs.tokens)), str(each.num_different))
+        table.add_row(each.manner, *numbers, *(f"{length:.3f}" for length in lengths))
+    wide_console(90).print(table)
+    greedy = next(each for each in asked if each.manner is Manner.greedy)
+    applied = {name: value for name, value in engine.added_to(generation).items() if name not in ONLY_SAMPLED}
+    if applied and not greedy.num_different:
+        print(f"{FILE} sets {as_words(applied)}, but the server adds nothing of that to these requests.")
+    if reason := engine.why_not_sampled():
+        print(f"Requests that set nothing, and may be sampled, are not asked: {reason}.")
+    for each in asked:
+        for reason in each.reasons:
+            print(f"requests that set {each.manner}: {reason}")
+        if not each.is_same_draft:
+            print(
+                f"requests that set {each.manner}: the engine must count as we do along its own answers, but counts "
+                f"{each.theirs.counts}, and we {each.our_counts}; {engine.advice}",
+                file=sys.stderr,
+            )
+        elif not each.is_explained:
+            print(
+                f"requests that set {each.manner}: {each.num_different} answers differ from those of neutral requests "
+                f"for a reason that is not known here; compare {FILE} of the server's model with the target's",
+                file=sys.stderr,
+            )

@@ -1,0 +1,153 @@
+"""What a target's files ask of whoever generates with it: generation_config.json, read whole, and the ends of a text.
+
+A server applies some of these settings to each request that leaves them out; `Engine.applies` says which.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from mtptrain.target.hub import DOWNLOAD_AGAIN
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import read_json
+
+FILE = "generation_config.json"
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Settings of sampling, and the values with which the target's own distribution is unchanged."""
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, math.inf),
+    "top_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, math.inf),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+"""The least and the greatest value of each, as servers check them."""
+
+ONLY_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+"""Settings that change no greedy answer."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+NO_EFFECT = {
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
+    *("use_cache", "cache_implementation", "cache_config", "return_dict_in_generate", "max_cache_len", "use_mtp"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "trust_remote_code"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+    *("target_lookbehind", "prefill_chunk_size", "low_memory", "disable_compile", "compile_config"),
+    *("chat_format", "max_window_size", "user_token_id", "assistant_token_id", "length_penalty", "early_stopping"),
+}
+"""Keys that change no token of one greedy or sampled answer."""
+
+NO_EFFECT_VALUES = {"num_beams": 1, "num_return_sequences": 1, "typical_p": 1.0, "encoder_repetition_penalty": 1.0}
+"""The values with which further keys change none."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a target's generation_config.json sets, and the ends of its texts. None where the file is silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a text: those of generation_config.json, or of config.json if it lists none. `TargetFiles` adds
+    the tokenizer's, at which servers stop too."""
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 keeps all tokens."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    max_length: int | None = None
+    """Tokens of prompt and answer."""
+    processors: Mapping[str, Any] = field(default_factory=dict)
+    """All other settings that change an answer, such as suppress_tokens, by their names in the file."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of sampling that change the target's own distribution, by name."""
+        values = {name: getattr(self, name) for name in NEUTRAL}
+        return {name: value for name, value in values.items() if value is not None and value != NEUTRAL[name]}
+
+    @property
+    def samples(self) -> bool:
+        """Whether answers are sampled: as do_sample says, or else if a setting that only sampling has is given."""
+        is_given = any(getattr(self, name) is not None for name in ONLY_SAMPLED)
+        return (self.do_sample if self.do_sample is not None else is_given) and self.temperature != 0
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """How the target is to be sampled, by the names of `NEUTRAL`; greedily, with its penalties, if not at all."""
+        if self.samples:
+            return {**NEUTRAL, **self.sampling}
+        penalties = {name: value for name, value in self.sampling.items() if name in PENALTIES}
+        return {**NEUTRAL, "temperature": 0.0, **penalties}
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """All settings that change what a request gets that leaves them out, by name; ends are not among them."""
+        lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "max_length")}
+        return self.sampling | {name: value for name, value in lengths.items() if value} | dict(self.processors)
+
+    def ending_at(self, token: int | None) -> "GenerationDefaults":
+        """Returns these settings with one more end, if there is one."""
+        ends = dict.fromkeys((*self.eos_token_ids, *as_ids(token)))
+        return replace(self, eos_token_ids=tuple(ends))
+
+
+def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDefaults:
+    """Returns what generation_config.json sets. Raises UserError for values that no engine takes."""
+    path = target_dir / FILE
+    given = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
+    for name, (least, most) in BOUNDS.items():
+        value = given.get(name, NEUTRAL[name])
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise UserError(
+                f"{path}: {name} must be a number from {least:g} to {most:g}, but is {value!r}; {DOWNLOAD_AGAIN}"
+            )
+    own = {each.name for each in fields(GenerationDefaults)} - {"eos_token_ids", "processors"}
+    others = {name: value for name, value in given.items() if name not in own | NO_EFFECT | {"eos_token_id"}}
+    processors = {name: value for name, value in others.items() if value and value != NO_EFFECT_VALUES.get(name)}
+    ends, source = as_ids(given.get("eos_token_id")), path
+    if not ends:
+        ends, source = as_ids(config.eos_token_id), target_dir / "config.json"
+    for token in ends:
+        if isinstance(token, bool) or not (isinstance(token, int) and 0 <= token < config.vocab_size):
+            raise UserError(
+                f"{source}: eos_token_id must be token ids below vocab_size={config.vocab_size}, but is {token!r}; "
+                f"{DOWNLOAD_AGAIN}"
+            )
+    return GenerationDefaults(
+        tuple(ends), **{name: given[name] for name in own if name in given}, processors=processors
+    )
+
+
+def as_ids(ids: Any) -> list[Any]:
+    """Returns a token id, a list of them, or nothing, as a list."""
+    return list(ids) if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+
+
+def as_words(settings: Mapping[str, Any]) -> str:
+    """Returns settings as text, such as "temperature 0.7, top_k 20"."""
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -1,0 +1,127 @@
+"""Tests what acceptance and `mtptrain serving-check` say of settings that a server adds to a request."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eval.acceptance import served_settings
+from eval.as_served import Asked, AsServed, print_as_served, questions
+from mtptrain.config import AcceptanceConfig
+from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions
+from mtptrain.engines.table import engine_of, running_engine
+from mtptrain.run import Run
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import GenerationDefaults
+from mtptrain.target.loading import load_target
+from tests.conftest import as_draft_model, make_config
+from tests.data_prep.speaking import EOS, make_speaking_target
+
+PENALTY = {"repetition_penalty": 1.3}
+SETTINGS = AcceptanceConfig(max_new_tokens=24, num_speculative_tokens=3)
+
+
+def run_with(target: Path, engine: str, **generation: Any) -> Run:
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, **generation}))
+    return Run(make_config(f"target.path={target}", f"export.engine={engine}", "acceptance.temperature=0"))
+
+
+def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_share(tmp_path: Path) -> None:
+    target = make_speaking_target(tmp_path)
+    sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    greedy_row, sampled_row = {"temperature": 0.0, **PENALTY}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("vllm", {}, {}),
+        ("vllm", {"suppress_tokens": [3]}, {}),
+        ("vllm", PENALTY, {"as_served": greedy_row}),
+        ("vllm", sampled, {"as_served_sampled": sampled_row}),
+        ("vllm", sampled | PENALTY, {"as_served": greedy_row, "as_served_sampled": sampled_row | PENALTY}),
+        ("openvino", PENALTY, {}),
+    ]
+    for engine, generation, expected in cases:
+        assert served_settings(run_with(target, engine, **generation)) == expected, (engine, generation)
+    generation = GenerationDefaults(temperature=0.7, repetition_penalty=1.05, processors={"suppress_tokens": [3]})
+    note = engine_of("vllm").defaults_note(generation)
+    assert "sets temperature 0.7, repetition_penalty 1.05, suppress_tokens [3]. vLLM 0.32 does not apply supp" in note
+    assert "applies temperature, repetition_penalty to each request" in note and "`--generation-config vllm`" in note
+    assert not engine_of("vllm").defaults_note(GenerationDefaults(temperature=1.0))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    directory = make_speaking_target(tmp_path_factory.mktemp("target"))
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    return (
+        directory,
+        target,
+        as_draft_model(target),
+    )
+
+
+def test_what_a_server_adds_is_named_and_its_drafts_are_compared_along_its_own_answers(
+    served: tuple[Path, Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, target, head = served
+    engine = running_engine("vllm")
+    asked = Questions([list(range(i, i + 9)) for i in range(8)], 24, [EOS], Manner.greedy)
+
+    def answers(sampling: Mapping[str, Any], ends: tuple[int, ...] = (EOS,)) -> Any:
+        return generate_in_batches(
+            target,
+            HeadDrafter(head, target.parts, 3),
+            asked.prompts,
+            num_speculative_tokens=3,
+            max_new_tokens=24,
+            sampler=Sampler(**sampling),
+            eos_token_ids=ends,
+            batch_size=8,
+        )
+
+    neutral = [each.tokens for each in answers({})]
+
+    def compare(generation: dict[str, Any], theirs: Any, wrong_counts: bool = False) -> Asked:
+        run_with(directory, "vllm", **generation)
+        counts = EngineCounts.of(theirs)
+        if wrong_counts:
+            counts = EngineCounts(counts.rounds + 1, counts.drafted, counts.accepted_at)
+        run = EngineRun("0.32.0", [each.tokens for each in theirs], counts, None)
+        compared = AsServed(SETTINGS, target, TargetFiles(directory), head, engine).compare(asked, run, neutral, False)
+        print_as_served([compared], engine, 1.0, TargetFiles(directory).generation)
+        return compared
+
+    penalised, other_end = answers(PENALTY), neutral[0][2]
+    assert [each.tokens for each in penalised] != neutral
+    found = compare(PENALTY, penalised)
+    assert found.is_explained and found.reasons == ["penalty: repetition_penalty 1.3 of generation_config.json"]
+    found = compare({}, answers({}, (EOS, other_end)))
+    assert found.is_explained and len(found.reasons) == 1
+    assert found.reasons[0].startswith(f"end: the server ends answers at token {other_end}, ")
+    found = compare(PENALTY, answers({}))  # such as a server with --generation-config vllm
+    assert found.is_explained and not found.num_different
+    assert "the server adds nothing of that to these requests" in capsys.readouterr().out
+    # neither of these has a reason that the target's files give
+    found = compare({}, penalised)
+    assert found.is_same_draft and not found.is_explained and not found.reasons
+    assert "for a reason that is not known here" in capsys.readouterr().err
+    assert not compare({"repetition_penalty": 1.2}, penalised).is_explained
+    found = compare(PENALTY, penalised, wrong_counts=True)
+    assert found.reasons and not found.is_explained
+    assert "the engine must count as we do along its own answers" in capsys.readouterr().err
+
+
+def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_greedy_answers() -> None:
+    neutral, no_files = Questions([[1]] * 100, 8, [0]), GenerationDefaults(temperature=0.7)
+    sampling = SimpleNamespace(has_server=True, why_not_sampled=lambda: "")
+    asked = questions(neutral, no_files, sampling)  # type: ignore[arg-type]
+    assert [(each.manner, len(each.prompts)) for each in asked] == [(Manner.greedy, 32), (Manner.plain, 32)]
+    greedy = SimpleNamespace(has_server=True, why_not_sampled=lambda: "it samples wrongly")
+    [asked_once] = questions(neutral, GenerationDefaults(presence_penalty=0.5), greedy)  # type: ignore[arg-type]
+    assert (asked_once.manner, len(asked_once.prompts)) == (Manner.greedy, 100)
+    assert not questions(neutral, no_files, SimpleNamespace(has_server=False))  # type: ignore[arg-type]

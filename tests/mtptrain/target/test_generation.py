@@ -1,0 +1,64 @@
+"""Tests what a target's files say of generating with it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import GenerationDefaults, read_generation
+from mtptrain.target.loading import load_target
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_target
+from tests.mtptrain.target.inputs import write_config
+
+
+def read(directory: Path, config_eos: Any = None, **settings: Any) -> GenerationDefaults:
+    path = directory / "generation_config.json"
+    path.unlink(missing_ok=True)
+    config = write_config(directory, model_type="llama", eos_token_id=config_eos)
+    path.write_text(json.dumps(settings))
+    return read_generation(directory, config)
+
+
+def test_a_text_ends_at_the_files_tokens_and_at_the_tokenizers(tmp_path: Path) -> None:
+    for ends, config, expected in (([3, 4], 5, (3, 4)), (0, 5, (0,)), ([], 5, (5,)), (None, [5, 6], (5, 6))):
+        found = read(tmp_path, config, eos_token_id=ends)
+        assert found.eos_token_ids == expected
+    assert found.ending_at(6).eos_token_ids == (5, 6) and found.ending_at(7).eos_token_ids == (5, 6, 7)
+    (tmp_path / "generation_config.json").unlink()
+    assert read_generation(tmp_path, write_config(tmp_path, model_type="llama", eos_token_id=None)).eos_token_ids == ()
+
+    directory = make_target(tmp_path / "target")
+    tokenizer_end = TargetFiles(directory).tokenizer.eos_token_id
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    assert TargetFiles(directory).generation.eos_token_ids == (3, tokenizer_end)
+    assert load_target(directory, torch.float32, torch.device("cpu")).eos_token_ids == (3, tokenizer_end)
+
+
+def test_all_that_changes_an_answer_is_read_and_what_changes_none_is_not(tmp_path: Path) -> None:
+    neutral = {
+        "temperature": 1.0,
+        "top_k": -1,
+        "min_p": None,
+        "repetition_penalty": 1,
+        "num_beams": 1,
+        "use_cache": True,
+    }
+    assert read(tmp_path, transformers_version="5", pad_token_id=3, bad_words_ids=[], **neutral).changes == {}
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "presence_penalty": 1.5}
+    others = {"max_new_tokens": 9, "suppress_tokens": [0], "no_repeat_ngram_size": 3, "num_beams": 4, "custom": "x"}
+    found = read(tmp_path, **sampling, **others)
+    assert found.sampling == {name: value for name, value in sampling.items() if name != "do_sample"}
+    assert found.changes == found.sampling | others and found.max_new_tokens == 9 and found.do_sample
+
+
+def test_values_that_no_engine_takes_are_refused(tmp_path: Path) -> None:
+    for name, value in (("temperature", "hot"), ("top_p", 1.5), ("repetition_penalty", 0), ("min_p", True)):
+        with pytest.raises(
+            UserError, match=f"generation_config.json: {name} must be .* but is {re.escape(repr(value))}"
+        ):
+            read(tmp_path, **{name: value})
