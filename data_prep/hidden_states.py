@@ -21,7 +21,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from mtptrain.cli.stages import settings_of
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
@@ -155,9 +154,10 @@ def prepare_extraction(run: Run) -> Extraction:
     head_type.check_trainable(config.head, target_config)
     capture_layers = head_type.resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
-    check_training_prompts(documents, run.stage_dir("prompts") / f"{Split.train}.safetensors", target_config)
+    longest = int(documents.lengths.max())
+    check_document_lengths(longest, target_config.max_position_embeddings, "target")
     with torch.device("meta"):
-        check_document_lengths(int(documents.lengths.max()), build_head(config.head, target_config))
+        check_document_lengths(longest, build_head(config.head, target_config).context_tokens, "draft model")
     check_start(config.head, run.target)
     if run.backend is Backend.vllm:
         find_python(config.serving.vllm_python)
@@ -166,17 +166,6 @@ def prepare_extraction(run: Run) -> Extraction:
     own = range(settings.part, len(shards), settings.num_parts)
     windows = shard_windows(len(shards), config.train.stream_shards, config.seed) if config.train.stream else []
     return Extraction(config, run.target, capture_layers, documents, identity, shards, own, windows)
-
-
-def check_training_prompts(documents: Documents, path: Path, target_config: PreTrainedConfig) -> None:
-    """Refuse prompts that the target cannot read."""
-    context_tokens, longest = target_config.max_position_embeddings, int(documents.lengths.max())
-    if longest > context_tokens:
-        raise UserError(
-            f"{path}: documents must have at most {context_tokens} tokens, the target's "
-            f"max_position_embeddings, but the longest has {longest}; set "
-            f"prompts.max_document_tokens={context_tokens} or less and run mtptrain prompts again"
-        )
 
 
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:

@@ -56,13 +56,7 @@ def choose(config: PipelineConfig, ranks: Ranks, stage_dir: Path) -> None:
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the kept heads by step, and that of the best head so far if there is one.
-
-    Raises:
-        StageMissing: no head was kept.
-        UserError: a folder was renamed, or its `head.json` was changed, or the best head so far is another one than the
-            head that was kept at the same step.
-    """
+    """Returns the directories of the kept heads by step, and that of the best head so far if there is one."""
     heads = kept_heads(stage_dir)
     if not heads:
         raise StageMissing(
@@ -86,11 +80,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
 
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Validated]:
-    """Returns the figures of every head by step. All heads must belong to the target, which is loaded once.
-
-    Raises:
-        UserError: a head has other settings or belongs to another target, or no prompt fits the target's context.
-    """
+    """Returns the figures of every head by step. All heads must belong to the target, which is loaded once."""
     target, num_prompts = Run(config).target, config.train.validation_prompts or TrainConfig.validation_prompts
     documents = held_out_documents(config.stage_dir("prompts"), HeldOut.choosing)
     validation = Validation(documents, num_prompts, config.head, config.train, config.acceptance, target, ranks)

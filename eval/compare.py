@@ -62,12 +62,7 @@ def main() -> None:
 
 
 def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Reads the reports by the paths that were given.
-
-    Raises:
-        UserError: a path is not that of a report, or a report is given twice, or reports a measurement with other
-            settings than the first.
-    """
+    """Reads the reports by the paths that were given."""
     reports: dict[str, dict[str, Any]] = {}
     files: set[Path] = set()
     for place in paths:

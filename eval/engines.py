@@ -38,11 +38,7 @@ def output_folder(config: PipelineConfig, program: str) -> StageDir:
 
 
 def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | None:
-    """Returns the running server of `serving.url`, if that is set.
-
-    Raises:
-        UserError: no server answers, or it is another engine's, or serves another model, or has too short a context.
-    """
+    """Returns the running server of `serving.url`, if that is set."""
     serving, kind = run.config.serving, running_engine(run.config.serving.engine).server
     if serving.url is None:
         return None
@@ -54,12 +50,7 @@ def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | N
 
 
 def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> Served:
-    """Returns the target and the export for an engine that is started here, with at most K = `num_drafts`.
-
-    Raises:
-        UserError: the engine's program, its file of the target, the head or the export does not exist, or the export is
-            for another engine or holds another head, or the head has too short a context.
-    """
+    """Returns the target and the export for an engine that is started here, with at most K = `num_drafts`."""
     engine = running_engine(run.config.serving.engine)
     engine.check_target(run.target)
     program = engine.find_program(run.config.serving)
@@ -79,11 +70,7 @@ def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> S
 
 
 def check_head(run: Run, prompts: Prompts, num_drafts: int) -> str:
-    """Returns the hash of the run's head.
-
-    Raises:
-        UserError: there is none, or its context does not hold the prompts, answers and drafts.
-    """
+    """Returns the hash of the run's head."""
     dtype = getattr(torch, run.config.acceptance.dtype)
     found = trained_or_initial_head(run.stage_dir("train"), run.config.head, run.target, dtype, torch.device("cpu"))
     check_head_context(found.head, prompts, run.config.acceptance.max_new_tokens, num_drafts, "head")

@@ -47,13 +47,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:
-    """Returns the checked inputs.
-
-    Raises:
-        UserError: the engine's program does not exist, or the prompts do not exist or do not fit the context of the
-            target or the head, or the export does not exist or holds another head, or the server does not respond or
-            does not fit the settings.
-    """
+    """Returns the checked inputs."""
     config, most_drafts = run.config, max(drafting_choices(run.config))
     concurrency = max(config.serving_bench.concurrency)
     asked = read_prompts(

@@ -140,7 +140,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
     states = open_states(run, identity, ranks, stop)
-    check_document_lengths(int(states.document_lengths.max()), head)
+    check_document_lengths(int(states.document_lengths.max()), head.context_tokens, "draft model")
     facts = resume_facts(config.head, config.train, config.seed, states, head)
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
     if checkpoint is not None:

@@ -32,11 +32,7 @@ def own_address(addresses: list[str], index: int) -> str:
 
 
 def interface_with(address: str) -> str:
-    """Returns the name of the network interface that has this address.
-
-    Raises:
-        RuntimeError: no interface has this address.
-    """
+    """Returns the name of the network interface that has this address."""
     for name, found in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in found):
             return name

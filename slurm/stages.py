@@ -38,11 +38,7 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
 
 
 def ranks_of_train(variables: Mapping[str, str]) -> int:
-    """Returns the number of ranks of the training job on each node: NPROC_train or else NPROC, 8 unless it is a number.
-
-    Raises:
-        UserError: the variable is neither a number of at least 1 nor a word of torchrun's.
-    """
+    """Returns the number of ranks of the training job on each node: NPROC_train or else NPROC, or 8 for a word."""
     name = "NPROC_train" if variables.get("NPROC_train") else "NPROC"
     given = variables.get(name) or "gpu"
     if given in ("gpu", "auto", "cpu"):  # torchrun counts on the node

@@ -93,7 +93,6 @@ def test_a_value_out_of_range_is_refused_by_name() -> None:
 NOT_TOGETHER = [
     ("temperatures=[0.7,0.70000001]", r"at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7"),
     ("top_p=0.9", "top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0"),
-    ("baselines=[tree,none,tree]", r"each baseline at most once, but is \[tree,none,tree\]; remove"),
     ("baselines=[tree] sample_drafts=true", "sample_drafts: must be false if acceptance.baselines names `tree`"),
     ("baselines=[model]", "draft_model: must be set if and only if acceptance.baselines names `model`, but is None"),
     ("baselines=[tree] tree_top_k=2", "tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32"),

@@ -141,7 +141,7 @@ class Bench:
 
 def drafting_choices(config: PipelineConfig) -> list[int]:
     """Returns K of each engine that drafts."""
-    return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
+    return sorted(set(config.serving_bench.num_speculative_tokens)) or [config.acceptance.num_speculative_tokens]
 
 
 @contextmanager
@@ -161,9 +161,6 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
 
     An engine is warmed up by as many requests as will be in flight. It then runs all concurrencies, and all again for
     each further repeat.
-
-    Raises:
-        UserError: an engine or a request failed.
     """
     acceptance, settings = bench.config.acceptance, bench.config.serving_bench
     requests = Requests(

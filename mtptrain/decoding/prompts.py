@@ -39,34 +39,19 @@ def read_prompts(
     `prompts_dir` is the output of stage 1.
     """
     context_tokens = target.config.max_position_embeddings
+    new_tokens = max(settings.max_new_tokens, settings.num_speculative_tokens)
     if settings.prompts_file is not None:
         form = RowFormat(metadata=rows.metadata, roles=rows.roles)
         prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size, form)
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
-        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names, spare_tokens)
-        check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens, spare_tokens)
+        check_prompts(list(prompts.input_ids.values()), new_tokens, context_tokens, names, spare_tokens)
         warn_of_trained_questions(prompts.questions, prompts_dir)
         return prompts
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
-    lengths = settings.prompt_tokens, settings.max_new_tokens
-    held_out = held_out_prompts(documents, settings.num_prompts, *lengths, context_tokens, spare_tokens)
-    check_num_drafts(held_out, settings.num_speculative_tokens, context_tokens, spare_tokens)
+    lengths = settings.prompt_tokens, new_tokens, context_tokens, spare_tokens
+    held_out = held_out_prompts(documents, settings.num_prompts, *lengths)
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(held_out, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in held_out})
-
-
-def check_num_drafts(
-    prompts: Mapping[str, Sequence[int]], num_speculative_tokens: int, context_tokens: int, spare_tokens: int = 0
-) -> None:
-    """Raises UserError if the drafts after the longest prompt, and `spare_tokens`, do not fit the target's context."""
-    longest = max(map(len, prompts.values()))
-    most = context_tokens - spare_tokens - longest
-    if num_speculative_tokens > most:
-        raise UserError(
-            f"acceptance.num_speculative_tokens: must be at most {most}, so that the drafts after the longest prompt "
-            f"of {longest} tokens fit a context of {tokens_to_fit(context_tokens, spare_tokens)}, but is "
-            f"{num_speculative_tokens}; lower it, or use shorter prompts"
-        )
 
 
 def check_head_context(
@@ -85,13 +70,13 @@ def check_head_context(
         )
 
 
-def check_document_lengths(longest_tokens: int, head: Head) -> None:
-    """Raises UserError if a document is longer than the head's own context."""
-    if head.context_tokens is not None and longest_tokens > head.context_tokens:
+def check_document_lengths(longest_tokens: int, context_tokens: int | None, whose: str) -> None:
+    """Raises UserError if a document is longer than the context of the target, or the head's own."""
+    if context_tokens is not None and longest_tokens > context_tokens:
         raise UserError(
-            f"prompts.max_document_tokens: documents must have at most {head.context_tokens} tokens, the "
-            f"max_position_embeddings of the draft model, but the longest has {longest_tokens}; set it to "
-            f"{head.context_tokens} or less and run mtptrain prompts and mtptrain hidden-states again"
+            f"prompts.max_document_tokens: documents must have at most {context_tokens} tokens, the "
+            f"max_position_embeddings of the {whose}, but the longest has {longest_tokens}; set it to {context_tokens} "
+            "or less and run mtptrain prompts and mtptrain hidden-states again"
         )
 
 
@@ -201,8 +186,9 @@ def held_out_prompts(
     if not prompts:
         raise UserError(
             f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (in a "
-            f"conversation: all tokens before its first answer) that leaves room for {max_new_tokens} new tokens in a "
-            f"context of {tokens_to_fit(context_tokens, spare_tokens)}, but none of {len(documents)} does; lower it, "
-            "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
+            f"conversation: all tokens before its first answer) that leaves room for {max_new_tokens} new or "
+            f"drafted tokens in a context of {tokens_to_fit(context_tokens, spare_tokens)}, but none of "
+            f"{len(documents)} does; lower it, acceptance.max_new_tokens, train.validation_new_tokens or "
+            "acceptance.num_speculative_tokens, or raise prompts.validation_fraction"
         )
     return prompts

@@ -324,7 +324,7 @@ def check_prompts(
             raise UserError(f"{name}: must hold at least one token, but is empty; leave it out")
         if len(prompt) + max_new_tokens > context_tokens - spare_tokens:
             raise UserError(
-                f"{name}: prompt and answer must fit the target's context of "
+                f"{name}: prompt and answer, or drafts, must fit the target's context of "
                 f"{tokens_to_fit(context_tokens, spare_tokens)}, but are {len(prompt)} + {max_new_tokens}; shorten the "
-                "prompt or lower acceptance.max_new_tokens"
+                "prompt or lower acceptance.max_new_tokens and acceptance.num_speculative_tokens"
             )

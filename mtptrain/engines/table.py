@@ -56,12 +56,7 @@ def has_format(head: str) -> bool:
 
 
 def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> Format:
-    """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file.
-
-    Raises:
-        UserError: the engine cannot serve the head; the message gives the reason and an alternative. Or the format
-            needs the target's GGUF file, which is left out, missing, damaged, or that of another model.
-    """
+    """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file."""
     if head.name not in engine_of(engine).formats:
         raise UserError(why_no_format(engine, head.name))
     check_servable(engine, head, target)

@@ -163,12 +163,8 @@ class HiddenStates(ABC):
         path, shard, local = self._locate(index)
         document = _document(shard, local)
         expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(vars(document))
-        if checksum != expected:
-            raise UserError(
-                f"{path}: the checksum of the document with id {document.document_id} must be {expected.hex()}, "
-                f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}"
-                f"{self.more_advice}"
-            )
+        what = f"checksum of the document with id {document.document_id}"
+        _refuse_damaged(path, what, expected.hex(), checksum.hex(), self.more_advice)
         return document
 
     def shards_of(self, documents: Sequence[int]) -> list[int]:
@@ -279,14 +275,18 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
     return damaged
 
 
+def _refuse_damaged(path: Path, what: str, expected: str, found: str, more_advice: str = "") -> None:
+    if found != expected:
+        raise UserError(
+            f"{path}: the {what} must be {expected}, but is {found}: bytes were changed or damaged after they were "
+            f"written; {REMEDY}{more_advice}"
+        )
+
+
 def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
     _check_length(directory, index, record)
     path = directory / record.file
-    if (digest := file_sha256(path)) != record.sha256:
-        raise UserError(
-            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
-            f"damaged after it was written; {REMEDY}"
-        )
+    _refuse_damaged(path, f"sha256 of shard {index}", record.sha256, file_sha256(path))
 
 
 def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:
@@ -296,11 +296,7 @@ def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:
         header_and_tables = file.read(record.index_bytes)
         file.seek(record.num_bytes - record.num_tokens)
         checksum = index_checksum(header_and_tables, file.read(record.num_tokens))
-    if checksum != record.index_checksum:
-        raise UserError(
-            f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, "
-            f"but is {checksum}: bytes were changed or damaged after it was written; {REMEDY}"
-        )
+    _refuse_damaged(path, f"checksum of header, tables and loss mask of shard {index}", record.index_checksum, checksum)
 
 
 def _check_length(directory: Path, index: int, record: ShardRecord) -> None:

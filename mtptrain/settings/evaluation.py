@@ -114,11 +114,6 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
             "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are "
             f"{settings.top_p} and {settings.top_k}; leave them out, or set acceptance.temperature"
         )
-    if len(set(settings.baselines)) < len(settings.baselines):
-        raise UserError(
-            "acceptance.baselines: must name each baseline at most once, but is "
-            f"[{','.join(settings.baselines)}]; remove the duplicates"
-        )
     if settings.sample_drafts and Baseline.tree in settings.baselines:
         raise UserError(
             "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`, but is true: a tree "
@@ -215,9 +210,9 @@ class ServingBenchConfig:
     """
 
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8], metadata=each_at_least(1))
-    """Numbers of requests in flight, in increasing order. Each is measured separately."""
-    num_speculative_tokens: list[int] = field(default_factory=list)
-    """Values of K, in increasing order, each served by a separate engine; empty measures
+    """Numbers of requests in flight. Each is measured separately."""
+    num_speculative_tokens: list[int] = field(default_factory=list, metadata=each_at_least(1, may_be_empty=True))
+    """Values of K, each served by a separate engine; empty measures
     acceptance.num_speculative_tokens. An engine without drafts, K = 0, is always measured too, except with
     `serving.url`, which measures only the running server."""
     num_requests: int | None = None
@@ -244,16 +239,7 @@ ENGINES_WITH = {
 
 def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
     """Raises UserError for settings that contradict each other."""
-    concurrency, depths, largest = settings.concurrency, settings.num_speculative_tokens, max(settings.concurrency)
-    if concurrency != sorted(set(concurrency)):
-        raise UserError(
-            f"serving_bench.concurrency: must increase, but is {concurrency}; sort it and name each number once"
-        )
-    if depths != sorted(set(depths)) or min(depths, default=1) < 1:
-        raise UserError(
-            f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
-            "name each K once, and leave out 0, which is always measured"
-        )
+    depths, largest = settings.num_speculative_tokens, max(settings.concurrency)
     if settings.num_requests is not None and settings.num_requests < largest:
         raise UserError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "

@@ -56,28 +56,21 @@ OWN_PARTS = (LossPart.confidence, LossPart.selector)
 def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]:
     """Returns the weight of each part of `train.loss` and `train.feature_weight`, without those that are 0."""
     given = {loss: 1.0} if isinstance(loss, str) else loss
-    if not isinstance(given, dict):
+    weights = list(given.values()) if isinstance(given, dict) else []
+    are_weights = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf for x in weights)
+    if not isinstance(given, dict) or not are_weights or not any(weights):
         raise UserError(
-            "train.loss: must be the name of a part, or map names to weights as in {ce:0.1,tv:0.9}, but is "
-            f"{loss!r}; correct it"
+            "train.loss: must be the name of a part, or give parts finite weights of at least 0, one of them above 0, "
+            f"as in {{ce:0.1,tv:0.9}}, but is {loss!r}; correct it"
         )
     names = [part.value for part in LossPart]
-    for name, weight in given.items():
+    for name in given:
         if name not in names:
             near = get_close_matches(str(name), names, n=1)
             raise UserError(
                 f"train.loss: must be made of the parts {', '.join(names)}, but names {name!r}; "
                 f"{f'did you mean {near[0]}?' if near else 'choose among these'}"
             )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise UserError(
-                f"train.loss: must give each part a finite weight of at least 0, but gives {name} the weight "
-                f"{weight!r}; correct it"
-            )
-    if not any(given.values()):
-        raise UserError(
-            f"train.loss: must give a weight above 0 to at least one part, but is {loss!r}; add one, as in {{kl:1}}"
-        )
     if feature_weight and LossPart.features in given:
         raise UserError(
             f"train.feature_weight: must be 0 if train.loss names the part features, but is {feature_weight:g}; give "

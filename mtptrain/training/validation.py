@@ -13,7 +13,7 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.confidence import Calibration, Confidences, fit
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.prompts import check_head_context, check_num_drafts, held_out_prompts
+from mtptrain.decoding.prompts import check_head_context, held_out_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.corrected import Confident
@@ -79,9 +79,8 @@ class Validation:
         self.dtype = getattr(torch, settings.dtype)
         check_placement(target.directory, self.dtype, ranks.device)
         num_drafts, max_new_tokens = settings.num_speculative_tokens, training.validation_new_tokens
-        context_tokens = target.config.max_position_embeddings
-        prompts = held_out_prompts(documents, num_prompts, settings.prompt_tokens, max_new_tokens, context_tokens)
-        check_num_drafts(prompts, num_drafts, context_tokens)
+        lengths = settings.prompt_tokens, max(max_new_tokens, num_drafts), target.config.max_position_embeddings
+        prompts = held_out_prompts(documents, num_prompts, *lengths)
         with torch.device("meta"):
             head = build_head(head_config, target.config)
         check_head_context(head, prompts.values(), max_new_tokens, num_drafts, setting="head")

@@ -42,10 +42,12 @@ def _number(holds: Callable[[Any], bool], requirement: str, default: T) -> T:
     return _bounded(holds, f"be {requirement}", hint, default)
 
 
-def each_at_least(least: int) -> dict[str, Bound]:
-    """Returns the metadata of a field that is a list of at least one number, each at least `least`."""
-    requirement = f"hold at least one number, each at least {least}"
-    return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement)}
+def each_at_least(least: int, may_be_empty: bool = False) -> dict[str, Bound]:
+    """Returns the metadata of a field that is a list of numbers, each at least `least`."""
+    requirement = f"hold {'' if may_be_empty else 'one or more '}numbers of at least {least}"
+    return {
+        BOUND: Bound(lambda values: min(values, default=least if may_be_empty else -math.inf) >= least, requirement)
+    }
 
 
 def each_named() -> dict[str, Bound]:

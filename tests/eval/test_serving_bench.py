@@ -149,7 +149,7 @@ URL = "serving.url=http://127.0.0.1:9"
 
 def test_a_sweep_that_cannot_be_run_is_refused() -> None:
     for override, others, message in (
-        ("serving_bench.num_speculative_tokens=[1,3,3]", "", "must increase and begin at 1 or above, but is [1, 3, 3]"),
+        ("serving_bench.num_speculative_tokens=[0,1]", "", "must hold numbers of at least 1, but is [0, 1]; correct"),
         ("serving_bench.num_speculative_tokens=[4]", "head=peagle head.ttt_steps=3", "must be at most head.ttt_steps"),
         ("serving_bench.num_speculative_tokens=[1]", URL, "must be left out with serving.url, because"),
         ("serving_bench.num_requests=7", "", "must be at least 8, the largest of serving_bench.concurrency, but is 7"),
