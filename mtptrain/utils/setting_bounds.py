@@ -44,10 +44,10 @@ def _number(holds: Callable[[Any], bool], requirement: str, default: T) -> T:
 
 def each_at_least(least: int, may_be_empty: bool = False) -> dict[str, Bound]:
     """Returns the metadata of a field that is a list of numbers, each at least `least`."""
-    requirement = f"hold {'' if may_be_empty else 'one or more '}numbers of at least {least}"
-    return {
-        BOUND: Bound(lambda values: min(values, default=least if may_be_empty else -math.inf) >= least, requirement)
-    }
+    requirement, of_none = f"hold one or more numbers of at least {least}", -math.inf
+    if may_be_empty:
+        requirement, of_none = f"hold numbers of at least {least}", math.inf
+    return {BOUND: Bound(lambda values: min(values, default=of_none) >= least, requirement)}
 
 
 def each_named() -> dict[str, Bound]:

@@ -91,7 +91,7 @@ def test_states_of_another_target_other_prompts_or_layers_are_refused_and_kept(
 def test_prompts_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
     prepared: ConfigFor, tiny_target: Path, tmp_path: Path
 ) -> None:
-    message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
+    message = r"at most 512 tokens, .* but the longest has 513; set it to 512 or less and run mtptrain prompts"
     refused(prepared(lengths=[5, 513]), message)
     message = "store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
     refused(prepared("hidden_states.store_dtype=fp8_aux"), message)

@@ -225,7 +225,7 @@ def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_
     spare = "a context of 512 tokens with 10 to spare, but"
     for arguments, message in (
         ((103, path), r"id a: .* context of 512 tokens with 10 to spare, but are 400 \+ 103"),
-        ((102, path, 103), rf"^acceptance\.num_speculative_tokens: must be at most 102, .* of 400 .* {spare} is 103"),
+        ((102, path, 103), r"id a: .*, or drafts, must fit .* with 10 to spare, but are 400 \+ 103"),
         ((103, None), rf"^acceptance\.prompt_tokens: held-out .* of 400 .* room for 103 .* {spare} none of 1 does"),
     ):
         with pytest.raises(UserError, match=message):
