@@ -160,7 +160,7 @@ def candidates_of(
     rank: int,
     served: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Candidate]:
-    """Returns the candidates by name: the head, as it is served, baselines, and at other temperatures and thresholds."""
+    """Returns the candidates by name: the head, as it is served, baselines, other temperatures and thresholds."""
     if Baseline.tree in settings.baselines and target.form.keeps_states:
         raise UserError(
             "acceptance.baselines: must not contain tree for a target whose layers keep states, which cannot be read "
