@@ -25,6 +25,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import as_ids
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import Figure, share
 
 
 def main(config: PipelineConfig) -> None:
@@ -103,9 +104,9 @@ def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDA
     return np.sort(np.argsort(-ranked, kind="stable")[:size])
 
 
-def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> float:
-    """Returns the share of the counted tokens that are among `token_ids`."""
-    return float(counts[token_ids].sum() / max(counts.sum(), 1))
+def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> Figure:
+    """Returns the share of the counted tokens that are among `token_ids`, or None if none was counted."""
+    return share(int(counts[token_ids].sum()), int(counts.sum()))
 
 
 def print_summary(manifest: DraftVocabManifest) -> None:
@@ -113,6 +114,6 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
     table.add_row("distinct tokens that a draft can predict", f"{manifest.distinct_tokens:,}")
     table.add_row("chosen although no draft can predict them", f"{manifest.filled_up_tokens:,}: special, or lowest ids")
-    for split, share in manifest.coverage.items():
-        table.add_row(f"coverage, {split}", f"{share:.2%}")
+    for split, covered in manifest.coverage.items():
+        table.add_row(f"coverage, {split}", "no token to predict" if covered is None else f"{covered:.2%}")
     Console().print(table)

@@ -51,6 +51,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed, write_sealed
 from mtptrain.utils.startup import command
 
@@ -303,9 +304,9 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
             (row_name, each.pooled, speed),
             ("  no loops", each.without_loops, ["", "", ""]),
         ):
-            rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
+            rates = acceptance.acceptance_rate_at or [None for _ in depths]
             figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
-            table.add_row(label, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts), *more)
+            table.add_row(label, *map(shown, figures), str(acceptance.prompts), *more)
     console = wide_console(75 + 8 * len(depths) + max(map(len, [head, *measured])))
     console.print(table)
     if len(measured["head"].sources) == 1:

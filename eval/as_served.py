@@ -26,6 +26,7 @@ from mtptrain.heads.base import Head
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE, ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
 from mtptrain.target.model import Target
+from mtptrain.utils.figures import Figure, shown
 
 FEW_PROMPTS = 32
 """Number of prompts that are asked again if the target's files set nothing that changes greedy answers."""
@@ -157,7 +158,7 @@ def other_ends(answers: Sequence[list[int]], asked: Questions) -> list[int]:
 
 
 def print_as_served(
-    asked: Sequence[Asked], engine: RunningEngine, neutral_length: float, generation: GenerationDefaults
+    asked: Sequence[Asked], engine: RunningEngine, neutral_length: Figure, generation: GenerationDefaults
 ) -> None:
     """Print what requests get that leave settings out, and why that differs from what neutral ones get."""
     if not asked:
@@ -170,7 +171,7 @@ def print_as_served(
         assert each.theirs.counts is not None
         lengths = (each.our_counts.acceptance_length, each.theirs.counts.acceptance_length, neutral_length)
         numbers = (str(len(each.theirs.tokens)), str(each.num_different))
-        table.add_row(each.manner, *numbers, *(f"{length:.3f}" for length in lengths))
+        table.add_row(each.manner, *numbers, *map(shown, lengths))
     wide_console(90).print(table)
     greedy = next(each for each in asked if each.manner is Manner.greedy)
     applied = {name: value for name, value in engine.added_to(generation).items() if name not in ONLY_SAMPLED}

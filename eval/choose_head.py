@@ -33,6 +33,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.training.validation import Validated, Validation, measured_with
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import file_sha256, read_sealed, write_sealed
 from mtptrain.utils.startup import command
 
@@ -48,7 +49,12 @@ def choose(config: PipelineConfig, ranks: Ranks, stage_dir: Path) -> None:
     measured = measure(config, heads, ranks)
     if ranks.is_first:
         # Among equal heads, max returns the first, which is also the one that training would keep.
-        best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length)
+        if all(each.acceptance.acceptance_length is None for each in measured.values()):
+            raise UserError(
+                "train.validation_new_tokens: an answer to a held-out prompt must be long enough for a draft, by which "
+                f"heads differ, but none is with {config.train.validation_new_tokens} tokens at most; raise it"
+            )
+        best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length or 0.0)
         keep_best(config, heads[best_step], measured[best_step])
         write_sealed(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
@@ -121,8 +127,8 @@ def print_table(config: PipelineConfig, measured: dict[int, Validated], best_ste
     for step, validated in measured.items():
         table.add_row(
             f"{step:,}",
-            f"{validated.acceptance.acceptance_length:.3f}",
-            "" if validated.held_out is None else f"{validated.held_out.kl_at[0]:.3f}",
+            shown(validated.acceptance.acceptance_length),
+            "" if validated.held_out is None else shown(validated.held_out.kl_at[0]),
             "best" if step == best_step else "",
         )
     Console().print(table)

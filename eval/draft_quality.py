@@ -8,25 +8,29 @@ from mtptrain.decoding.confidence import NUM_BINS, sums_by_bin
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Round
 from mtptrain.heads.base import Head
+from mtptrain.utils.figures import Figure, share, shares
 
 
 @dataclass
 class QualityFigures:
-    """Means by position in the draft, and calibration. A draft counts if its round accepted all drafts before it."""
+    """Means by position in the draft, and calibration. A draft counts if its round accepted all drafts before it.
 
-    overlap_at: list[float]
+    A mean without drafts is None.
+    """
+
+    overlap_at: list[Figure]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
-    accepted_at: list[float]
+    accepted_at: list[Figure]
     """Share of the counted drafts that were accepted."""
     rounds_at: list[int]
     """Number of drafts that count at each position, at most one per round."""
-    calibration: list[dict[str, float]]
+    calibration: list[dict[str, Figure]]
     """Drafts in ten bins by confidence, which is that of the head if it has one, or else the probability that it gives
     its draft. Each non-empty bin has the number of drafts, their mean confidence and the share accepted. The list is
     empty for sampled drafts, which are accepted by a different rule."""
     calibration_error: float | None
     """Expected calibration error: the distance between a bin's mean confidence and its share accepted, averaged over
-    drafts. None for sampled drafts."""
+    drafts. None for sampled drafts, and without drafts."""
     temperature: float
     """Temperature of the distributions; 1 if the output is greedy."""
 
@@ -77,15 +81,15 @@ class DraftQuality:
     def figures(self, sums: torch.Tensor) -> QualityFigures:
         """Returns the figures, computed from `sums` added up over all ranks."""
         by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
-        means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
+        counts, overlap, accepted, _ = by_depth.T.tolist()
         distances = (by_bin[:, 2] - by_bin[:, 3]).abs()
         names = ("drafts", "accepted", "confidence")
-        rows = torch.cat([by_bin[:, :1], bin_means[:, 2:]], 1).tolist()
+        rows = [(count, *shares(sums, [count] * 2)) for count, _, *sums in by_bin.tolist() if count]
         return QualityFigures(
-            overlap_at=means[:, 1].tolist(),
-            accepted_at=means[:, 2].tolist(),
-            rounds_at=by_depth[:, 0].long().tolist(),
-            calibration=[] if self.is_sampled else [dict(zip(names, row, strict=True)) for row in rows if row[0]],
-            calibration_error=None if self.is_sampled else float(distances.sum() / by_bin[:, 0].sum().clamp(min=1)),
+            overlap_at=shares(overlap, counts),
+            accepted_at=shares(accepted, counts),
+            rounds_at=[int(count) for count in counts],
+            calibration=[] if self.is_sampled else [dict(zip(names, row, strict=True)) for row in rows],
+            calibration_error=None if self.is_sampled else share(float(distances.sum()), float(by_bin[:, 0].sum())),
             temperature=self.sampler.temperature,
         )

@@ -23,6 +23,7 @@ from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.figures import shown
 from mtptrain.utils.progress import ProgressBar
 
 from .draft_quality import DraftQuality, QualityFigures
@@ -169,15 +170,15 @@ class Measurement:
         while any(share.waiting for share in shares.values()):
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total = sum(len(share.waiting) for share in shares.values())
-            shown = "acceptance" if turn == 1 else f"turn {turn}"
-            with ProgressBar(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
+            title = "acceptance" if turn == 1 else f"turn {turn}"
+            with ProgressBar(total=total, desc=title, unit="prompt", disable=not self.ranks.is_first) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():
                         if index < len(batches[name]):
                             self._decode(candidate, batches[name][index], shares[name], turn)
                             bar.update(len(batches[name][index]))
                     done = summarise([answer.generation for answer in shares["head"].answers.values()])
-                    bar.set_postfix(acceptance_length=f"{done.acceptance_length:.2f}")
+                    bar.set_postfix(acceptance_length=shown(done.acceptance_length, 2))
             for share in shares.values():
                 self._advance_turn(share, turn)
             turn += 1

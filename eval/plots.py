@@ -90,7 +90,8 @@ def plot_positions(axes: Axes, drafters: Drafters) -> bool:
             colour = colours_of(drafters)[name]
             axes.plot(positions, rates, marker="o", label=name, color=colour)
             if each["intervals"] is not None:
-                low, high = zip(*each["intervals"]["acceptance_rate_at"], strict=True)
+                bounds = zip(each["intervals"]["acceptance_rate_at"], rates, strict=True)
+                low, high = zip(*(interval or (rate, rate) for interval, rate in bounds), strict=True)
                 axes.fill_between(positions, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_xticks(positions)
     axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
@@ -103,11 +104,9 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     drafting = {name: each for name, each in drafters.items() if each["drafted"]}
     width = 0.8 / max(len(drafting), 1)
     for index, (name, each) in enumerate(drafting.items()):
-        centers = [
-            i + (index - (len(drafting) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]
-        ]
-        lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
-        axes.bar(centers, lengths, width * 0.92, label=name, color=colours_of(drafters)[name])
+        lengths = {i: each[key].get(group, {}).get("acceptance_length") for i, group in enumerate(groups)}
+        drawn = {i + (index - (len(drafting) - 1) / 2) * width: length for i, length in lengths.items() if length}
+        axes.bar([*drawn], [*drawn.values()], width * 0.92, label=name, color=colours_of(drafters)[name])
     counts = {
         group: max(each[key][group]["prompts"] for each in drafters.values() if group in each[key]) for group in groups
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import refuse_overwriting, write_text
 
 from .plots import colours_of, drawing, plots_of
@@ -64,11 +65,11 @@ def render_page(reports: Mapping[str, ReportFigures]) -> str:
     )
     return environment.get_template("report.html.jinja").render(
         title=f"Acceptance of head {first['head_name']}" if len(reports) == 1 else f"Acceptance of {len(reports)} runs",
-        length=f"{first['acceptance_length']:.2f}" if len(reports) == 1 else "",
+        length=shown(first["acceptance_length"], 2) if len(reports) == 1 else "",
         interval=(
             f"95 % {length_interval(first)}"
-            if first["intervals"]
-            else "without an interval: all prompts are from one source"
+            if first["intervals"] and first["intervals"]["acceptance_length"]
+            else "without an interval: all prompts are from one source, or have the same figure"
         ),
         verdict=verdict(drafters, has_speed),
         examples=first.get("examples", []) if len(reports) == 1 else [],
@@ -79,6 +80,7 @@ def render_page(reports: Mapping[str, ReportFigures]) -> str:
             {"name": name, "colour": colours[name], **table_row(each, num_depths, has_speed)}
             for name, each in drafters.items()
         ],
+        shown=shown,
         held_out=first.get("held_out") if len(reports) == 1 else None,
         plots=plots_of(drafters),
     )
@@ -113,13 +115,13 @@ def cell_columns(num_depths: int) -> list[str]:
 
 
 def table_row(figures: ReportFigures, num_depths: int, has_speed: bool) -> dict[str, Any]:
-    rates = [f"{rate:.3f}" for rate in figures["acceptance_rate_at"]]
+    rates = [shown(rate) for rate in figures["acceptance_rate_at"]]
     return {
-        "length": f"{figures['acceptance_length']:.3f}",
+        "length": shown(figures["acceptance_length"]),
         "interval": length_interval(figures),
         "cells": [
-            f"{figures['without_loops']['acceptance_length']:.3f}",
-            f"{figures['tokens_per_step']:.3f}",
+            shown(figures["without_loops"]["acceptance_length"]),
+            shown(figures["tokens_per_step"]),
             *rates,
             *[""] * (num_depths - len(rates)),
             str(figures["prompts"]),
@@ -156,5 +158,5 @@ def length_interval(figures: ReportFigures) -> str:
     """Returns the interval of an acceptance length, or why there is none."""
     if figures["intervals"] is None:
         return "one source"
-    low, high = figures["intervals"]["acceptance_length"]
-    return f"{low:.2f}-{high:.2f}"
+    interval = figures["intervals"]["acceptance_length"]
+    return "no spread" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"

@@ -25,6 +25,7 @@ from mtptrain.engines.base import Served
 from mtptrain.engines.requests import best_num_drafts
 from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import command
@@ -111,8 +112,8 @@ def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: st
         "ITL P50": lambda row: f"{row['itl_ms']['p50']:,.1f}",
         "P99": lambda row: f"{row['itl_ms']['p99']:,.1f}",
         "tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
-        "speed-up": lambda row: rounded(row["speed_up"], 2),
-        "acceptance length": lambda row: rounded(row["acceptance_length"], 3),
+        "speed-up": lambda row: shown(row["speed_up"], 2),
+        "acceptance length": lambda row: shown(row["acceptance_length"]),
     }
     table = Table(title=f"{engine_version}: {what}", caption=caption)
     for column in columns:
@@ -121,7 +122,3 @@ def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: st
         is_last = row["concurrency"] == rows[-1]["concurrency"]
         table.add_row(*(shown(row) for shown in columns.values()), end_section=is_last)
     wide_console(88).print(table)
-
-
-def rounded(figure: float | None, digits: int) -> str:
-    return "" if figure is None else f"{figure:.{digits}f}"

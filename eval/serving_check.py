@@ -41,6 +41,7 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
@@ -227,11 +228,12 @@ class Comparison:
         # Not every engine reports how many tokens it drafted.
         drafted = [] if theirs.drafted is None else [("drafted tokens", ours.drafted or 0, theirs.drafted)]
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
+        lengths = [(ours.acceptance_length, theirs.acceptance_length)]
         return [
             ("rounds", ours.rounds, theirs.rounds),
             *drafted,
             *((f"accepted at {depth}", our_count, their_count) for depth, (our_count, their_count) in accepted),
-            ("acceptance length", ours.acceptance_length, theirs.acceptance_length),
+            *(("acceptance length", mine, other) for mine, other in lengths if mine and other),
             (f"answers equal to plain greedy, of {len(self.ours.plain)}", *self.num_plain),
         ]
 
@@ -330,7 +332,7 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
     if comparison.our_counts_on_their_answers is not None:
         print(
             "Because the two sides may round differently, ours are those along the engine's answers; on our own "
-            f"answers the acceptance length is {comparison.our_counts.acceptance_length:.3f}."
+            f"answers the acceptance length is {shown(comparison.our_counts.acceptance_length)}."
         )
     if rule:
         print(rule)

@@ -56,6 +56,7 @@ from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.distributed import close_groups
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed
 from mtptrain.utils.startup import started_stage
 
@@ -260,10 +261,10 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
     report = read_sealed(report_path, "run mtptrain acceptance again")
     table = Table("", "", title=f"Head {config.head.name}", show_header=False)
-    for name, shown in durations:
-        table.add_row(name, shown)
-    table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
-    table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
+    for name, took in durations:
+        table.add_row(name, took)
+    table.add_row("tokens per step", f"{shown(report['tokens_per_step'], 2)}, where plain decoding has 1")
+    table.add_row("acceptance length", shown(report["acceptance_length"]) or "not measured: no round had a draft")
     speed = {name: each["tokens_per_s"] for name, each in report["speed"].items()}
     if plain := speed.get("none"):
         table.add_row("our loop", f"{speed['head']:,.0f} tokens/s, {speed['head'] / plain:.2f} times plain decoding")

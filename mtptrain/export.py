@@ -107,7 +107,7 @@ def reload_head(directory: Path, form: Format) -> Head:
 def measured_acceptance(path: Path, head_sha256: str) -> str:
     """Returns what the README says about the head's acceptance."""
     report = read_sealed(path, "run mtptrain acceptance again, or remove this file") if path.is_file() else {}
-    if report.get("head_sha256") != head_sha256:
+    if report.get("head_sha256") != head_sha256 or report["acceptance_length"] is None:
         return "Not measured: run `mtptrain acceptance` and export again."
     rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
     return (

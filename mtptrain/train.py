@@ -52,6 +52,9 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
+    MARKER,
+    NUM_STEPS,
+    OLDER,
     Progress,
     check_checkpoint,
     describe_newest,
@@ -65,10 +68,12 @@ from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb
 from mtptrain.training.summary import in_progress_bar, print_summary
-from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled
+from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled, learning_rate
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import shown
+from mtptrain.utils.files import read_sealed
 from mtptrain.utils.progress import ProgressBar
 
 CHECKPOINTS = "checkpoints"
@@ -171,6 +176,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
             f"train.max_steps: must be at least {step_of(checkpoint)}, the step of {checkpoint}, but the settings ask "
             f"for {num_steps} steps; set train.max_steps={step_of(checkpoint)}, or another run_dir"
         )
+    if checkpoint is not None and ranks.is_first:
+        warn_of_other_schedule(checkpoint, config.train, num_steps)
     if ranks.is_first:
         announce_precision("deepspeed", train_dtype(config.deepspeed))
         StageDir(run.stage_dir("train")).record(config)
@@ -208,6 +215,19 @@ def warn_of_lost_checkpoints(stage_dir: Path) -> None:
         print(
             f"WARNING {last}: must have a checkpoint beside it from which training resumes, but has none; training "
             "starts from step 0 and will replace this head",
+            flush=True,
+        )
+
+
+def warn_of_other_schedule(checkpoint: Path, settings: TrainConfig, num_steps: int) -> None:
+    """Say what a run that resumes with another number of steps does to the learning rate, which depends on it."""
+    step, former = step_of(checkpoint), read_sealed(checkpoint / MARKER, OLDER).get(NUM_STEPS, num_steps)
+    if former != num_steps:
+        before, now = (learning_rate(settings, step, steps) for steps in (former, num_steps))
+        print(
+            f"WARNING train.max_steps: {checkpoint} is of a schedule of {former:,} steps, but this run has "
+            f"{num_steps:,}, to whose end the learning rate now falls: step {step + 1:,} has {now:.3g} instead of "
+            f"{before:.3g}",
             flush=True,
         )
 
@@ -312,7 +332,8 @@ def wait_for_states(training: Training, step: int, ranks: Ranks, stop: StopSigna
 
 def save(training: Training, progress: Progress, ranks: Ranks) -> None:
     directory, keep = training.stage_dir / CHECKPOINTS, training.config.train.keep_checkpoints
-    save_checkpoint(training.trainer.engine, directory, progress, training.resume_facts, keep, ranks)
+    facts = training.resume_facts | {NUM_STEPS: training.num_steps}
+    save_checkpoint(training.trainer.engine, directory, progress, facts, keep, ranks)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -328,11 +349,12 @@ def validate(training: Training, progress: Progress, tracking: Tracking | None) 
     stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
     validated = training.validation.measure(head_state)
     acceptance = validated.acceptance
-    is_best = acceptance.acceptance_length > progress.best_acceptance_length
+    length = shown(acceptance.acceptance_length) or "not measured, since no round had a draft"
+    is_best = (acceptance.acceptance_length or 0.0) > progress.best_acceptance_length
     if tracking is not None:
         tracking.write(progress.step, measured := validated.record())
         ProgressBar.write(
-            f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
+            f"step {progress.step}: acceptance length {length} ({acceptance.prompts} "
             f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
         directories = [stage_dir / "last"]
@@ -342,8 +364,8 @@ def validate(training: Training, progress: Progress, tracking: Tracking | None) 
         facts = {"step": progress.step, **measured, **training.head_facts}
         for directory in directories:
             save_head(directory, head_state, training.config.head, facts)
-    best = max(progress.best_acceptance_length, acceptance.acceptance_length)
-    return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
+    best = max(progress.best_acceptance_length, acceptance.acceptance_length or 0.0)
+    return Progress(progress.step, best), {"acceptance": shown(acceptance.acceptance_length)}
 
 
 def keep_unmeasured(

@@ -166,7 +166,7 @@ METRICS = [
     ("{oops}", "must be JSON, but is not"),
     ('{"step": "7"}', "must be the record of a step, but is not"),
     ('{"step": 2, "tokens": "a"}', "tokens must hold numbers, but is 'a'"),
-    ('{"step": 2, "kl_at": [1.0, null]}', "kl_at must hold numbers, but is .1.0, None."),
+    ('{"step": 2, "kl_at": [1.0, "x"]}', "kl_at must hold numbers, but is .1.0, 'x'."),
 ]
 
 

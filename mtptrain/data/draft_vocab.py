@@ -19,6 +19,7 @@ from mtptrain.heads.base import Head
 from mtptrain.stage_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import Figure
 from mtptrain.utils.files import read_manifest, save_tensors, write_sealed
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
@@ -42,7 +43,7 @@ class DraftVocabManifest:
     filled_up_tokens: int
     """Number of chosen tokens that no draft has to predict in the training split: special tokens, and the lowest ids
     if too few others occur."""
-    coverage: dict[str, float]
+    coverage: dict[str, Figure]
     """By split: of the tokens that drafts have to predict, counted with repetitions, the share that is in the draft
     vocabulary."""
 

@@ -10,27 +10,29 @@ from mtptrain.decoding.followed import FollowedTarget
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
+from mtptrain.utils.figures import Figure, share, shown
 from mtptrain.utils.progress import ProgressBar
 
+Interval = tuple[float, float] | None
 MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Measures of acceptance. Counts are pooled over rounds and ranks, then divided once."""
+    """Acceptance. Counts are pooled over rounds and ranks, then divided once; without data they are None."""
 
-    acceptance_length: float
+    acceptance_length: Figure
     """Tokens per round with drafts, including the bonus token: 1 + accepted / rounds, as in vLLM."""
-    acceptance_rate: float
+    acceptance_rate: Figure
     """Accepted tokens over drafted tokens."""
-    acceptance_rate_at: list[float]
+    acceptance_rate_at: list[Figure]
     """Share of all rounds with drafts that accepted the draft at each position [K].
 
     It is not conditional on the acceptance of earlier positions.
     """
-    acceptance_length_mean_of_prompts: float
+    acceptance_length_mean_of_prompts: Figure
     """The acceptance length of each prompt, averaged over the prompts with drafts."""
-    tokens_per_step: float
+    tokens_per_step: Figure
     """Tokens per forward of the target, over the rounds with and without drafts."""
     rounds: int
     """Number of rounds with drafts."""
@@ -47,19 +49,20 @@ class Acceptance:
 
 
 def summarise(generations: Sequence[Generation]) -> Acceptance:
-    """Pool the counts of many sequences. Without rounds the length is 1 and the rates are 0."""
+    """Pool the counts of many sequences."""
     num_depths = max((len(generation.accepted_at) for generation in generations), default=0)
     accepted_at = [sum(generation.accepted_at[depth] for generation in generations) for depth in range(num_depths)]
     rounds = sum(generation.rounds for generation in generations)
     empty_rounds = sum(generation.empty_rounds for generation in generations)
+    steps = rounds + empty_rounds
     drafted, accepted = sum(generation.drafted for generation in generations), sum(accepted_at)
     lengths = [generation.acceptance_length for generation in generations if generation.rounds]
     return Acceptance(
-        acceptance_length=1 + accepted / max(rounds, 1),
-        acceptance_rate=accepted / max(drafted, 1),
-        acceptance_rate_at=[count / max(rounds, 1) for count in accepted_at],
-        acceptance_length_mean_of_prompts=float(np.mean(lengths)) if lengths else 1.0,
-        tokens_per_step=1 + accepted / max(rounds + empty_rounds, 1),
+        acceptance_length=share(rounds + accepted, rounds),
+        acceptance_rate=share(accepted, drafted),
+        acceptance_rate_at=[share(count, rounds) for count in accepted_at],
+        acceptance_length_mean_of_prompts=share(sum(lengths), len(lengths)),
+        tokens_per_step=share(steps + accepted, steps),
         rounds=rounds,
         empty_rounds=empty_rounds,
         drafted=drafted,
@@ -73,9 +76,9 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
 class Intervals:
     """95 % confidence intervals (low, high), by a bootstrap that resamples whole sources; see `intervals`."""
 
-    acceptance_length: tuple[float, float]
-    acceptance_rate_at: list[tuple[float, float]]
-    tokens_per_step: tuple[float, float]
+    acceptance_length: Interval
+    acceptance_rate_at: list[Interval]
+    tokens_per_step: Interval
 
 
 def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
@@ -83,6 +86,7 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
 
     `sources` has the answers by the file or question that their prompts come from, because those of one are not
     independent. With fewer than two sources there are no intervals: all draws would be the same, without any width.
+    An interval without a width, since all sources have the same figure, is no evidence and None.
     """
     if len(sources) < 2:
         return None
@@ -94,14 +98,16 @@ def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: 
     rounds, empty_rounds, *accepted_at = (weights @ counts).T
     accepted = np.sum(accepted_at, axis=0)
 
-    def interval(values: np.ndarray) -> tuple[float, float]:
-        low, high = np.quantile(values, (0.025, 0.975))
-        return float(low), float(high)
+    def interval(sums: np.ndarray, of: np.ndarray) -> Interval:
+        has_data = of > 0
+        low, high = np.quantile(sums[has_data] / of[has_data], (0.025, 0.975)) if has_data.any() else (0.0, 0.0)
+        return (float(low), float(high)) if low < high else None
 
+    steps = rounds + empty_rounds
     return Intervals(
-        acceptance_length=interval(1 + accepted / np.maximum(rounds, 1)),
-        acceptance_rate_at=[interval(count / np.maximum(rounds, 1)) for count in accepted_at],
-        tokens_per_step=interval(1 + accepted / np.maximum(rounds + empty_rounds, 1)),
+        acceptance_length=interval(rounds + accepted, rounds),
+        acceptance_rate_at=[interval(count, rounds) for count in accepted_at],
+        tokens_per_step=interval(steps + accepted, steps),
     )
 
 
@@ -177,5 +183,5 @@ def generate_in_batches(
             )
             generations |= dict(zip(indices, batch, strict=True))
             bar.update(len(indices))
-            bar.set_postfix(acceptance_length=f"{summarise(list(generations.values())).acceptance_length:.2f}")
+            bar.set_postfix(acceptance_length=shown(summarise(list(generations.values())).acceptance_length, 2))
     return [generations[index] for index in range(len(prompts))]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.decoding.speculate import Round
+from mtptrain.utils.figures import Figure, share
 
 NUM_BINS = 10
 
@@ -21,9 +22,9 @@ class Calibration:
 
     confidence_scale: float
     confidence_shift: float
-    confidence_error: float
+    confidence_error: Figure
     """`calibration_error` after the change, over the drafts that were fitted."""
-    confidence_error_before: float
+    confidence_error_before: Figure
     """`calibration_error` before the change."""
 
 
@@ -71,13 +72,13 @@ def fit(drafts: torch.Tensor) -> Calibration:
     return Calibration(1 + scale, shift, *errors)
 
 
-def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> float:
+def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> Figure:
     """Returns the expected calibration error of the confidences of drafts f64[N], in bins of a tenth.
 
     It is the distance between a bin's mean confidence and its share accepted, averaged over drafts.
     """
     differences = sums_by_bin(confidences, (confidences - accepted)[:, None])
-    return float(differences.abs().sum() / max(len(confidences), 1))
+    return share(float(differences.abs().sum()), len(confidences))
 
 
 def sums_by_bin(confidences: torch.Tensor, figures: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def check_is_file(path: Path) -> None:
     """Raises UserError if `acceptance.prompts_file` is not that of a file."""
     if not path.is_file():
         reason = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"acceptance.prompts_file: must be a file of JSON Lines, but {path} {reason}; correct the path")
+        raise UserError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
 
 
 def read_prompts_file(

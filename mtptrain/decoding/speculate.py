@@ -123,8 +123,8 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted / rounds, and 1 without rounds."""
-        return 1 + sum(self.accepted_at) / max(self.rounds, 1)
+        """1 + accepted / rounds, of a sequence with rounds."""
+        return 1 + sum(self.accepted_at) / self.rounds
 
 
 @dataclass(frozen=True)

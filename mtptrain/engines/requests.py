@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
+from mtptrain.utils.figures import Figure, share
 
 NEUTRAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sampling parameters with which only temperature, top_p and top_k change a request's distribution.
@@ -41,8 +42,8 @@ class EngineCounts:
         return cls(ours.rounds, ours.drafted, ours.accepted_at)
 
     @property
-    def acceptance_length(self) -> float:
-        return 1 + sum(self.accepted_at) / max(self.rounds, 1)
+    def acceptance_length(self) -> Figure:
+        return share(self.rounds + sum(self.accepted_at), self.rounds)
 
     def is_equal(self, theirs: "EngineCounts") -> bool:
         """Returns whether another side counts the same; drafted tokens only where both report them."""
@@ -52,8 +53,10 @@ class EngineCounts:
     def is_near(self, theirs: "EngineCounts", drafts: int = ROUNDED_DRAFTS) -> bool:
         """Returns whether the acceptance lengths of both sides, on the same answers, agree up to rounding and `drafts`
         that one side accepts and the other does not."""
-        difference = abs(theirs.acceptance_length - self.acceptance_length)
-        return difference <= ROUNDING_TOLERANCE * self.acceptance_length + drafts / max(self.rounds, 1)
+        mine, other = self.acceptance_length, theirs.acceptance_length
+        if mine is None or other is None:
+            return mine is other
+        return abs(other - mine) <= ROUNDING_TOLERANCE * mine + drafts / self.rounds
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 MARKER = "complete.json"
 STATE = "state.safetensors"
+NUM_STEPS = "num_steps"
+"""Entry of the marker with the length of the run's schedule, which may differ when it resumes."""
+OLDER = "remove the folder to resume from an older checkpoint"
 TORN = "torn_"
 """Prefix added to the folder name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
@@ -196,7 +199,7 @@ def resume_facts(
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     """Refuse to resume from a checkpoint with a different head, data or optimisation, and name every difference."""
-    stored = read_sealed(folder / MARKER, "remove the folder to resume from an older checkpoint")
+    stored = read_sealed(folder / MARKER, OLDER)
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
     defaults = {f"train.{name}": getattr(TrainConfig(), name) for name in OPTIMISATION_SETTINGS}

@@ -15,6 +15,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.figures import Figure, shares
 
 Answered = tuple[list[int], Generation]
 """A prompt and the target's answer."""
@@ -24,15 +25,17 @@ Answered = tuple[list[int], Generation]
 class HeldOutLosses:
     """Means over the drafts that count at each depth, those of tokens of the answers, and the number of these drafts.
 
+    A mean without drafts is None.
+
     They are computed with teacher forcing: the head reads the target's tokens, never its own drafts.
     """
 
-    loss_at: list[float]
-    kl_at: list[float]
+    loss_at: list[Figure]
+    kl_at: list[Figure]
     """Nats."""
-    top1_accuracy_at: list[float]
+    top1_accuracy_at: list[Figure]
     """Share of draft positions at which the head's most likely token is also the target's."""
-    overlap_at: list[float]
+    overlap_at: list[Figure]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     num_drafts_at: list[int]
     """Number of drafts that count, summed over all ranks."""
@@ -64,9 +67,9 @@ def held_out_losses(
         sums += torch.stack(
             [losses.losses, losses.kl, losses.top1_accuracy, losses.overlap, batch.num_drafts]
         )  # f32[5, T]
-    *totals, num_drafts = ranks.sum(sums).cpu()
-    loss, kl, top1_accuracy, overlap = ((total / num_drafts.clamp(min=1)).tolist() for total in totals)
-    return HeldOutLosses(loss, kl, top1_accuracy, overlap, num_drafts.long().tolist())
+    *totals, num_drafts = ranks.sum(sums).tolist()
+    loss, kl, top1_accuracy, overlap = (shares(total, num_drafts) for total in totals)
+    return HeldOutLosses(loss, kl, top1_accuracy, overlap, [int(number) for number in num_drafts])
 
 
 def read_by_target(head: Head, target: Target, prompt: list[int], answer: list[int]) -> StoredDocument:

@@ -38,7 +38,9 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise UserError(f"{path}:{number}: must be the record of a step, but is not; remove the line")
         for name, value in record.items():
-            if not all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value])):
+            if not all(
+                isinstance(each, int | float | None) for each in (value if isinstance(value, list) else [value])
+            ):
                 raise UserError(f"{path}:{number}: {name} must hold numbers, but is {value!r}; remove the line")
         records.append((line.decode(), record))
     return records
@@ -84,14 +86,14 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
 
 
 def curves(metrics: dict[str, object]) -> dict[str, object]:
-    """Returns the metrics with lists over depths split into one number per depth: wandb cannot plot lists."""
+    """Returns the metrics that have data, with lists over depths split into one number each, which wandb can plot."""
     numbers: dict[str, object] = {}
     for name, value in metrics.items():
         if isinstance(value, list):
             numbers |= {f"{name.removesuffix('_at')}/depth_{depth}": each for depth, each in enumerate(value)}
         else:
             numbers[name] = value
-    return numbers
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:

@@ -1,6 +1,7 @@
 """Formats the progress bar of a training run, and prints the summary table at the end of the run."""
 
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
+from mtptrain.utils.figures import shown
 
 MEASURED = ("tokens_per_s", "draft_positions_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 
@@ -26,25 +28,42 @@ def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
 
 
 def print_summary(stage_dir: Path, progress: Progress) -> None:
-    best = progress.best_acceptance_length
     table = Table(title="mtptrain train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
     program = "mtptrain choose-head" if kept_heads(stage_dir) else "mtptrain acceptance"
-    table.add_row("best acceptance length", f"{best:.3f}" if best else f"not measured: run {program}")
-    for name, value in speed_rows(stage_dir / METRICS):
+    records = [record for _, record in read_metrics(stage_dir / METRICS)]
+    best = shown(progress.best_acceptance_length or None) or f"not measured: run {program}"
+    for name, value in (*(best_rows(records) or [("best acceptance length", best)]), *speed_rows(records)):
         table.add_row(name, value)
     head_dir = best_or_last(stage_dir)
     Console().print(table)
     print(f"{head_dir.name} head: {head_dir}; metrics: {stage_dir / METRICS}")  # a table would cut off the paths
 
 
-def speed_rows(metrics: Path) -> list[tuple[str, str]]:
+def best_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Returns the best step of a run, and the held-out KL if it was higher after this step. Nothing if not measured."""
+    measured = [record for record in records if record.get("acceptance_length")]
+    if not measured:
+        return []
+    best = max(measured, key=lambda record: record["acceptance_length"])
+    rows = [("best acceptance length", f"{best['acceptance_length']:.3f} at step {best['step']:,}")]
+    kls = [(record["step"], record.get("held_out_kl_at", [None])[0]) for record in measured]
+    after = [(step, kl) for step, kl in kls if kl is not None and step >= best["step"]]
+    higher = [(step, kl) for step, kl in after if kl > after[0][1]]
+    if higher:
+        (first, at_first), (last, at_last) = higher[0], after[-1]
+        risen = f"{after[0][1]:.3f} there, {at_first:.3f} at step {first:,}, {at_last:.3f} at step {last:,}"
+        rows.append(("held-out KL of depth 0", f"rose after that: {risen}"))
+    return rows
+
+
+def speed_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Returns the rows about speed and memory.
 
     Speeds and shares of time are medians over the records of the run, tokens a sum over them. Peak memory is that since
     the last start, on the rank that used the most.
     """
-    records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
+    records = [record for record in records if "tokens_per_s" in record]
     if not records:  # the file was removed or emptied
         return []
     median = {name: statistics.median(record[name] for record in records) for name in MEASURED}

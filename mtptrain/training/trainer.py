@@ -22,6 +22,7 @@ from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.cpu import keep_freed_memory
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.figures import shares
 
 
 @dataclass(frozen=True)
@@ -139,18 +140,17 @@ class Trainer:
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
         """Returns the record of step `step` (from 1) for `metrics.jsonl`."""
         self.check_finite(step)
-        means = (metrics.sums / metrics.num_drafts.clamp(min=1)).tolist()  # per draft
-        losses, kl, top1_accuracy, overlap, *parts = means
+        num_drafts = metrics.num_drafts.tolist()
+        losses, kl, top1_accuracy, overlap, *parts = (shares(sums, num_drafts) for sums in metrics.sums.tolist())
         mix = self.loss_settings.mix
         weights = [self.config.ttt_loss_decay**depth for depth in range(len(losses))]
         return {
-            "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
+            "loss": sum(weight * (loss or 0.0) for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
             "kl_at": kl,
             "top1_accuracy_at": top1_accuracy,
             "overlap_at": overlap,
             **{f"{part}_at": values for part, values in zip(mix, parts, strict=True) if len(mix) > 1},
-            "lr": self.config.lr
-            * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
+            "lr": learning_rate(self.config, step - 1, self.num_steps),
             "grad_norm": float(self.clipper.norm),
         }
 
@@ -162,6 +162,11 @@ def is_compiled(setting: bool | None, device: torch.device) -> bool:
 
 def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
     return tuple(document_id for batch in batches for document_id in batch.document_ids)
+
+
+def learning_rate(settings: TrainConfig, step: int, num_steps: int) -> float:
+    """Returns the learning rate at `step` (from 0) of a run of so many steps."""
+    return settings.lr * warmup_cosine(step, settings.warmup_steps, num_steps, settings.min_lr_ratio)
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:

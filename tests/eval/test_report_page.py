@@ -244,9 +244,14 @@ def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_pa
     report["baselines"]["prompt_lookup"]["by_prompt_tokens"].pop("256")
     report["examples"] = examples(measured(answers), {"high": [60, 98, 62]}, make_tokenizer())
     report["held_out"] = {name: [0.25, 0.5] for name in ("kl_at", "top1_accuracy_at", "overlap_at")}
-    report["held_out"]["num_drafts_at"] = [1234, 5]
+    report["held_out"] |= {"num_drafts_at": [1234, 0], "kl_at": [0.25, None]}
+    report["intervals"]["acceptance_length"] = report["intervals"]["acceptance_rate_at"][0] = None
+    report["by_category"] = {
+        name: {"acceptance_length": length, "prompts": 1} for name, length in (("a", None), ("b", 2))
+    }
     page = render_page({"run": report})
     assert re.search(r"<td>0</td>(<td>0\.250</td>){3}\s*<td>1,234</td>", page)
+    assert "<td>1</td><td></td><td>0.500</td>" in page and ">no spread<" in page, "figures without data are empty"
     places = [page.index(text) for text in ('class="length"', "Each step of the target", "<table>", "<svg", "<mark>")]
     assert places == sorted(places) and places[-1] < page.index("Settings and command")
     assert "<script>" not in page and "&lt;" in page and "<b>" not in page

@@ -25,7 +25,9 @@ def test_counts_are_pooled_over_prompts_and_divided_once() -> None:
     assert (pooled.rounds, pooled.drafted, pooled.accepted, pooled.prompts) == (12, 36, 18, 2)
     with_empty = summarise([generation(10, [5], empty_rounds=10)])
     assert (with_empty.acceptance_length, with_empty.tokens_per_step) == (1.5, 1.25)
-    assert summarise([generation(0, [0, 0])]).acceptance_length == 1.0, "nothing was generated"
+    nothing, plain = summarise([generation(0, [0, 0])]), summarise([generation(0, [], empty_rounds=3)])
+    assert (nothing.acceptance_length, nothing.acceptance_rate_at, nothing.tokens_per_step) == (None, [None] * 2, None)
+    assert (plain.acceptance_length, plain.acceptance_rate, plain.tokens_per_step) == (None, None, 1.0)
 
 
 def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens() -> None:
@@ -41,12 +43,12 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
     alone = [[generation] for generation in generations]
     resampled, length = intervals(alone), summarise(generations).acceptance_length
-    assert resampled is not None
+    assert resampled is not None and resampled.acceptance_length is not None and length is not None
     low, high = resampled.acceptance_length
     error = 1.96 * np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
     assert (length - low, high - length) == pytest.approx((error, error), rel=0.15)
     assert resampled.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1))
-    assert resampled.acceptance_rate_at[1] == (0.0, 0.0)
+    assert resampled.acceptance_rate_at[1] is None, "an interval without a width is no evidence"
     assert resampled.tokens_per_step == resampled.acceptance_length
     assert intervals(alone) == resampled, "the same seed must give the same interval"
     twice = intervals([answers * 2 for answers in alone])

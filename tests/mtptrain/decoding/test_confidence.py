@@ -36,7 +36,7 @@ def test_the_numbers_by_which_drafts_were_accepted_are_found() -> None:
 
 
 def test_few_or_certain_drafts_give_finite_numbers() -> None:
-    assert list(vars(fit(torch.zeros(0, 2, dtype=torch.float64))).values()) == [1.0, 0.0, 0.0, 0.0]
+    assert list(vars(fit(torch.zeros(0, 2, dtype=torch.float64))).values()) == [1.0, 0.0, None, None]
     for accepted in (0.0, 1.0):
         drafts = torch.tensor([[1.0, accepted], [0.5, accepted], [0.0, 1 - accepted]], dtype=torch.float64)
         assert all(abs(value) < 100 for value in vars(fit(drafts)).values())

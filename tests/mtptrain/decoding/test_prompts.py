@@ -182,9 +182,7 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path) -> None:
         path.write_text(content, encoding="latin-1")
         with pytest.raises(UserError, match=f"^{path}.*{message}"):
             read_prompts_file(path, make_tokenizer(), 260)
-    with pytest.raises(
-        UserError, match=r"^acceptance\.prompts_file: must be a file of JSON Lines, but / is not a file"
-    ):
+    with pytest.raises(UserError, match=r"^acceptance\.prompts_file: must be a jsonl file, but / is not a file; cor"):
         read_prompts_file(Path("/"), make_tokenizer(), 260)
 
 
