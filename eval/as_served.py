@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from operator import ne
+from os.path import commonprefix
 from typing import Any
 
 from rich.table import Table
 
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import AcceptanceConfig
+from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
@@ -28,6 +30,7 @@ from mtptrain.target.generation import FILE, ONLY_SAMPLED, PENALTIES, Generation
 from mtptrain.target.model import Target
 from mtptrain.utils.figures import Figure, shown
 
+CHAT = [{"role": "user", "content": "What is two and two?"}]
 FEW_PROMPTS = 32
 """Number of prompts that are asked again if the target's files set nothing that changes greedy answers."""
 
@@ -46,6 +49,8 @@ class Asked:
     """Why they differ; empty if none does, or if that is not known."""
     is_same_draft: bool
     """Whether the counters agree as they must."""
+    other_chat: str = ""
+    """How the server's prompt of a chat differs from ours."""
 
     @property
     def is_explained(self) -> bool:
@@ -57,16 +62,20 @@ class Asked:
         counts = {"ours": self.our_counts, "theirs": self.theirs.counts}
         figures = {side: asdict(each) | {"acceptance_length": each.acceptance_length} for side, each in counts.items()}
         own = {"requests_set": str(self.manner), "answers": len(self.theirs.tokens), "reasons": self.reasons}
+        own["other_chat"] = self.other_chat
         return own | figures | {"different_answers": self.num_different, "is_explained": self.is_explained}
 
 
-def questions(neutral: Questions, generation: GenerationDefaults, engine: RunningEngine) -> list[Questions]:
+def questions(neutral: Questions, target: TargetFiles, engine: RunningEngine) -> list[Questions]:
     """Returns what a server is asked beside the neutral questions; an engine without a server is asked nothing."""
     if not engine.has_server:
         return []
-    changes = set(generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
+    changes = set(target.generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
     few = neutral._replace(prompts=neutral.prompts[:FEW_PROMPTS])
-    greedy = (neutral if changes else few)._replace(manner=Manner.greedy)
+    chat = {"messages": CHAT, "chat_template_kwargs": dict(target.template_kwargs)}
+    greedy = (neutral if changes else few)._replace(
+        manner=Manner.greedy, chat=chat if target.tokenizer.chat_template else None
+    )
     return [greedy] if engine.why_not_sampled() else [greedy, few._replace(manner=Manner.plain)]
 
 
@@ -106,7 +115,20 @@ class AsServed:
         is_as_ours = theirs.counts is not None and (
             counts.is_equal(theirs.counts) if is_exact else counts.is_near(theirs.counts, drafts)
         )
-        return Asked(asked.manner, theirs, counts, num_different, reasons, is_as_ours)
+        other_chat = "" if theirs.chat_ids is None else self._other_chat(theirs.chat_ids)
+        return Asked(asked.manner, theirs, counts, num_different, reasons, is_as_ours, other_chat)
+
+    def _other_chat(self, theirs: list[int]) -> str:
+        ours = render_prompt(self.tokenizer, CHAT)
+        if ours == theirs:
+            return ""
+        start = len(commonprefix([ours, theirs]))  # noqa: RUF071 (tokens, not paths)
+        texts = [self.tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
+        return (
+            f"template: the server makes another prompt of a chat than the target's tokenizer: from token {start} on "
+            f"{texts[1]!r}, not {texts[0]!r}; so the server has another chat template, or adds a BOS that the template "
+            "does not write"
+        )
 
     def _same_answers(
         self, asked: Questions, answers: Sequence[list[int]], ends: Sequence[int]
@@ -180,7 +202,7 @@ def print_as_served(
     if reason := engine.why_not_sampled():
         print(f"Requests that set nothing, and may be sampled, are not asked: {reason}.")
     for each in asked:
-        for reason in each.reasons:
+        for reason in filter(None, [*each.reasons, each.other_chat]):
             print(f"requests that set {each.manner}: {reason}")
         if not each.is_same_draft:
             print(

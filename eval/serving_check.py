@@ -84,7 +84,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     StageDir(output_dir).claim(config)
     asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids)
-    again = questions(asked, run.target.generation, engine)
+    again = questions(asked, run.target, engine)
     if served is None:
         assert server is not None
         (theirs, *others), may_round = [server.generate(each) for each in (asked, *again)], server.may_round

@@ -1,9 +1,9 @@
 """The requests to a serving engine, its answers, and what it counts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
@@ -70,6 +70,8 @@ class EngineRun:
     """None for an engine without drafts."""
     accepted_by_round: list[list[int]] | None
     """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
+    chat_ids: list[int] | None = None
+    """The prompt of the chat that was asked for."""
 
 
 class Manner(StrEnum):
@@ -90,6 +92,8 @@ class Questions(NamedTuple):
     max_new_tokens: int
     stop_token_ids: Sequence[int]
     manner: Manner = Manner.neutral
+    chat: Mapping[str, Any] | None = None
+    """Messages, and arguments of the chat template, whose token ids a server is asked for."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import httpx
 from mtptrain.engines.requests import EngineCounts, EngineRun, Questions, Requests
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords
 
 Parsed = TypeVar("Parsed")
@@ -93,6 +94,10 @@ class EngineServer(ABC):
         """
 
     @abstractmethod
+    def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:
+        """Returns the prompt that the server makes of `messages` with `chat_template_kwargs`, as token ids."""
+
+    @abstractmethod
     def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
         """Returns the path and content of request `index` of a load, whose answer is streamed.
 
@@ -172,6 +177,11 @@ def counts_of(counters: Counters) -> EngineCounts | None:
     return EngineCounts(
         counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at
     )
+
+
+def token_ids(body: bytes) -> list[int]:
+    """Returns the tokens of an answer to /tokenize, which vLLM and llama.cpp name alike."""
+    return [int(token) for token in parse_json(body, "tokens")["tokens"]]
 
 
 def shown(body: bytes) -> str:

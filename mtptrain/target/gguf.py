@@ -40,7 +40,7 @@ from mtptrain.utils.files import publish, read_json, sync
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
 SUFFIX = ".gguf"
-FORMAT = 2
+FORMAT = 3
 """Raised when the same GGUF file would be translated into another model directory."""
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
@@ -106,6 +106,11 @@ SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_ex
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 IN_TOKENIZER = (*LISTS, "scores", "token_type_count", "add_bos_token")
 """Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
+SAMPLING = {
+    **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys of `general.sampling` and their names in generation_config.json."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
@@ -369,6 +374,15 @@ def _translated(name: str) -> str:
     return (f"model.layers.{layer[1]}." if layer else "") + f"{MODULES.get(module, module)}.{parameter}"
 
 
+def sampling_of(header: GGUFHeader) -> dict[str, Any]:
+    """Returns how llama.cpp samples with a file unless a request says otherwise, as generation_config.json has it."""
+    keys = header.section("general.sampling.")
+    given = {name: keys[key] for key, name in SAMPLING.items() if key in keys}
+    if given.get("temperature") == 0:  # greedy, which transformers says in another way
+        return {name: value for name, value in given.items() if name == "repetition_penalty"} | {"do_sample": False}
+    return given | {"do_sample": True} if given.keys() - {"repetition_penalty"} else given
+
+
 def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
@@ -390,7 +404,7 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
         }
         config.update(tokens)
         config.save_pretrained(temporary)
-        GenerationConfig(**tokens).save_pretrained(temporary)
+        GenerationConfig(**tokens, **sampling_of(header)).save_pretrained(temporary)
         _write_tokenizer(header, temporary)
         print(f"{header.path}: writing a copy in fp32, {weight_bytes / 1e9:,.2f} GB, to {directory}", flush=True)
         _write_weights(temporary / "model.safetensors", header, config, names)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from eval.acceptance import served_settings
-from eval.as_served import Asked, AsServed, print_as_served, questions
+from eval.as_served import CHAT, Asked, AsServed, print_as_served, questions
 from mtptrain.config import AcceptanceConfig
+from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import generate_in_batches
-from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions
 from mtptrain.engines.table import engine_of, running_engine
@@ -116,12 +117,39 @@ def test_what_a_server_adds_is_named_and_its_drafts_are_compared_along_its_own_a
     assert "the engine must count as we do along its own answers" in capsys.readouterr().err
 
 
-def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_greedy_answers() -> None:
-    neutral, no_files = Questions([[1]] * 100, 8, [0]), GenerationDefaults(temperature=0.7)
-    sampling = SimpleNamespace(has_server=True, why_not_sampled=lambda: "")
-    asked = questions(neutral, no_files, sampling)  # type: ignore[arg-type]
-    assert [(each.manner, len(each.prompts)) for each in asked] == [(Manner.greedy, 32), (Manner.plain, 32)]
-    greedy = SimpleNamespace(has_server=True, why_not_sampled=lambda: "it samples wrongly")
-    [asked_once] = questions(neutral, GenerationDefaults(presence_penalty=0.5), greedy)  # type: ignore[arg-type]
-    assert (asked_once.manner, len(asked_once.prompts)) == (Manner.greedy, 100)
-    assert not questions(neutral, no_files, SimpleNamespace(has_server=False))  # type: ignore[arg-type]
+def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_greedy_answers(tmp_path: Path) -> None:
+    neutral, target = Questions([[1]] * 100, 8, [0]), make_speaking_target(tmp_path)
+
+    def asked(why_not_sampled: str = "", has_server: bool = True, **generation: Any) -> list[Questions]:
+        engine = SimpleNamespace(has_server=has_server, why_not_sampled=lambda: why_not_sampled)
+        return questions(neutral, run_with(target, "vllm", **generation).target, engine)  # type: ignore[arg-type]
+
+    greedy, plain = asked(temperature=0.7)
+    assert (greedy.manner, len(greedy.prompts), plain.manner, len(plain.prompts)) == (
+        Manner.greedy,
+        32,
+        Manner.plain,
+        32,
+    )
+    assert greedy.chat is not None and plain.chat is None
+    [greedy] = asked("it samples wrongly", presence_penalty=0.5)
+    assert (greedy.manner, len(greedy.prompts)) == (Manner.greedy, 100) and not asked(has_server=False)
+
+
+def test_a_server_that_makes_another_prompt_of_a_chat_is_told_apart(served: tuple[Path, Any, Any]) -> None:
+    directory, target, head = served
+    files, neutral = TargetFiles(directory), Questions([[1, 2]], 1, [EOS], Manner.greedy)
+    ours = render_prompt(files.tokenizer, CHAT)
+    for ids, expected in ((ours, ""), ([EOS, *ours], "from token 0 on '<|end|><user>What i', not '<user>What is'")):
+        answer = generate_in_batches(
+            *(target, NoDrafter(), neutral.prompts),
+            num_speculative_tokens=0,
+            max_new_tokens=1,
+            sampler=Sampler(),
+            eos_token_ids=[EOS],
+            batch_size=1,
+        )
+        theirs = EngineRun("0.32.0", [answer[0].tokens], EngineCounts(0, 0, [0, 0, 0]), None, ids)
+        as_served = AsServed(SETTINGS, target, files, head, running_engine("vllm"))
+        assert expected in (found := as_served.compare(neutral, theirs, theirs.tokens, False)).other_chat
+        assert bool(found.other_chat) == bool(expected) and found.is_explained

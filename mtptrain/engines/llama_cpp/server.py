@@ -1,7 +1,7 @@
 """Decodes prompts on llama.cpp's `llama-server`, and reads its counters."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from mtptrain.engines.process import warn_of_version
 from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions, Requests
-from mtptrain.engines.server import Counters, EngineServer, counts_of
+from mtptrain.engines.server import Counters, EngineServer, counts_of, token_ids
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
@@ -93,7 +93,12 @@ class LlamaServer(EngineServer):
         counts = self.counts_since(before, len(asked.prompts))
         if counts is not None and counts.drafted != drafted:
             raise self.is_busy(f"drafted {counts.drafted} tokens instead of {drafted}")
-        return EngineRun(self.version, answers, counts, None)
+        return EngineRun(self.version, answers, counts, None, None if asked.chat is None else self.chat_ids(asked.chat))
+
+    def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:
+        prompt = self.read("/apply-template", lambda body: str(parse_json(body, "chat")["prompt"]), dict(chat))
+        # As for its chats, the server adds the tokenizer's BOS to the text.
+        return self.read("/tokenize", token_ids, {"content": prompt, "add_special": True, "parse_special": True})
 
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
         """Returns how much the drafting counters grew. The server does not count requests."""

@@ -1,13 +1,13 @@
 """Decodes prompts on a running vLLM server, and reads its counters."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mtptrain.engines.requests import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Manner, Questions, Requests
-from mtptrain.engines.server import Counters, EngineServer, counts_of
+from mtptrain.engines.server import Counters, EngineServer, counts_of, token_ids
 from mtptrain.engines.vllm.client import warn_of_untested
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
@@ -52,7 +52,11 @@ class VllmServer(EngineServer):
             [tokens for tokens, _ in answers],
             self.counts_since(before, len(asked.prompts)),
             None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted],
+            None if asked.chat is None else self.chat_ids(asked.chat),
         )
+
+    def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:
+        return self.read("/tokenize", token_ids, {"model": self.model, **chat})
 
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
         """Returns how much the drafting counters grew; None if the server does not draft."""
