@@ -1,8 +1,8 @@
 """Reads the config.json of a published head by a whitelist.
 
 A key is known if a reader asks for it, or if it is in `DESCRIPTIONS`. All others are refused in one message, because
-they may change how the head drafts. Keys of `SECTIONS` are written with a dot. A key whose value is null counts as
-absent.
+they may change how the head drafts, unless `head.ignored_keys` names them. Keys of `SECTIONS` are written with a dot. A
+key whose value is null counts as absent. What a file says twice it must say alike: engines differ in which they read.
 """
 
 import json
@@ -23,8 +23,20 @@ from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
-SECTIONS = ("dflash_config", "eagle_config", *ROPE_SECTIONS)
-"""Keys that hold further keys."""
+LAYERS = "transformer_layer_config"
+METHOD_SECTIONS = ("dflash_config", "eagle_config", LAYERS)
+"""Sections whose keys mean the same at the top level, where some projects have them."""
+SYNONYMS = {
+    **dict.fromkeys(("query_zero_predicts_next", "shift_label"), "sample_from_anchor"),
+    "causal": "is_causal",
+    **dict.fromkeys(("pard_token", "ptd_token_id", "dspark_noise_token_id"), "mask_token_id"),
+    "dspark_block_size": "block_size",
+    "dspark_target_layer_ids": "target_layer_ids",
+    "use_confidence_head": "enable_confidence_head",
+    "use_aux_norm": "fc_norm",
+    "return_hidden_post_norm": "norm_output",
+}
+"""Names that projects and engines have for a setting, with the one under which it is read here."""
 SPECULATORS = "speculators_model_type"
 """The key that marks the layout of vLLM Speculators."""
 SPECULATORS_CLASSES = {
@@ -35,9 +47,7 @@ SPECULATORS_CLASSES = {
     "dflash2": "DFlash2DraftModel",
 }
 """The class in engines of each kind of head in that layout."""
-LAYERS, CAPTURED, NON_CAUSAL = "transformer_layer_config", "aux_hidden_state_layer_ids", "sliding_window_non_causal"
-IN_SECTION = ("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Keys that Speculators has at the top level, and engines in `dflash_config`."""
+CAPTURED, NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
 DESCRIPTIONS = (
     *("architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tie_word_embeddings", "use_cache"),
@@ -57,6 +67,8 @@ PLAIN_ARITHMETIC = {
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),  # RoPE rotates halves, not interleaved pairs
     **dict.fromkeys(("rope_interleave", "rope_interleaved", *(f"{x}.interleaved" for x in ROPE_SECTIONS)), False),
     **dict.fromkeys(("partial_rotary_factor", *(f"{x}.partial_rotary_factor" for x in ROPE_SECTIONS)), 1.0),
+    "rotary_pct": 1.0,
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), False),
 }
 """The arithmetic of our heads, by the keys with which others may have another one."""
 SHOWN_CHARACTERS = 80
@@ -78,50 +90,65 @@ class ConfigJson:
     """The settings in the config.json of a published head."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Take the content of the file `path`, in which keys may have been renamed."""
+        """Take the content of the file `path`."""
         self.path = path
-        self.values = {key: value for key, value in content.items() if value is not None}
-        for section in [key for key in SECTIONS if key in self.values]:
-            parts = self.values[section]
-            if not isinstance(parts, dict):
-                self.refuse(section, "a section of settings")
-            self.values |= {f"{section}.{key}": value for key, value in parts.items() if value is not None}
-        self.known = {*DESCRIPTIONS, *SECTIONS}
+        self.values: dict[str, Any] = {}
+        self.labels: dict[str, str] = {}
+        """The name in the file of each value."""
+        for key, value in content.items():
+            self.add(key, value)
+        self.known = {*DESCRIPTIONS, *ROPE_SECTIONS}
         self.is_of_model = False
         """Whether the file is that of a whole model, of which the head is a part."""
         named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
         self.architecture = str(named[0] if isinstance(named, list) else named)
 
-    def take(self, *keys: str) -> Any:
-        """Returns the value of keys that mean the same and must agree, or None if the file has none of them."""
-        self.known.update(keys)
-        present = [key for key in keys if key in self.values]
-        for key in present[1:]:
-            if not is_same(self.values[key], self.values[present[0]]):
-                self.refuse(key, f"the same as {present[0]}, {shown(self.values[present[0]])}")
-        return self.values[present[0]] if present else None
+    def add(self, label: str, value: Any) -> None:
+        """Take a value, and each one in a section. It must not contradict another value of the same meaning."""
+        section, _, key = label.rpartition(".")
+        name = key if section in METHOD_SECTIONS else label
+        name = SYNONYMS.get(name, name)
+        if value is None or (name in DESCRIPTIONS and name in self.values):
+            return
+        if (is_section := name in (*ROPE_SECTIONS, *METHOD_SECTIONS)) and not isinstance(value, dict):
+            raise UserError(
+                f"{self.path}: {label} must be a section of settings, but is {shown(value)}; choose another head"
+            )
+        for part, each in value.items() if is_section else ():
+            self.add(f"{name}.{part}", each)
+        if name in METHOD_SECTIONS:
+            return
+        other = self.labels.setdefault(name, label)
+        if not is_same(present := self.values.setdefault(name, value), value):
+            raise UserError(
+                f"{self.path}: {label} must be the same as {other}, {shown(present)}, but is {shown(value)}; correct "
+                "a copy of the file so that both say how the head was trained, or choose another head"
+            )
 
-    def flag(self, *keys: str) -> bool | None:
-        value = self.take(*keys)
-        return value if isinstance(value, bool | None) else self.refuse(keys, "true or false")
+    def take(self, key: str) -> Any:
+        """Returns the value of a key, or None if the file has it under none of its names."""
+        self.known.add(key)
+        return self.values.get(key)
 
-    def whole(self, *keys: str, least: int = 1, default: int | None = None) -> int:
+    def flag(self, key: str) -> bool | None:
+        value = self.take(key)
+        return value if isinstance(value, bool | None) else self.refuse(key, "true or false")
+
+    def whole(self, key: str, least: int = 1, default: int | None = None) -> int:
         """Returns a whole number, which the file must have unless there is a default."""
-        value = default if (found := self.take(*keys)) is None else found
-        return value if type(value) is int and value >= least else self.refuse(keys, f"a whole number from {least} on")
+        value = default if (found := self.take(key)) is None else found
+        return value if type(value) is int and value >= least else self.refuse(key, f"a whole number from {least} on")
 
-    def layer_ids(self, *keys: str, default: list[int] | None = None) -> list[int]:
+    def layer_ids(self, key: str, default: list[int] | None = None) -> list[int]:
         """Returns a list of layers, which the file must have unless there is a default. SGLang's -1: the embeddings."""
-        value = default if (found := self.take(*keys)) is None else found
+        value = default if (found := self.take(key)) is None else found
         if isinstance(value, list) and all(type(layer) is int and layer >= -1 for layer in value):
             return value
-        self.refuse(keys, "a list of layer ids")
+        self.refuse(key, "a list of layer ids")
 
-    def must_be(
-        self, wanted: Mapping[str, object], why: str = "as in our heads", places: Sequence[str] = ("",)
-    ) -> None:
-        """Refuse keys that are there with another value than the wanted one, at the top level or in other places."""
-        for key, value in ((f"{place}{key}", value) for place in places for key, value in wanted.items()):
+    def must_be(self, wanted: Mapping[str, object], why: str = "as in our heads") -> None:
+        """Refuse keys that are there with another value than the wanted one."""
+        for key, value in wanted.items():
             if (found := self.take(key)) is not None and not is_same(found, value):
                 self.refuse(key, f"{shown(value)} {why}")
 
@@ -135,22 +162,27 @@ class ConfigJson:
         parts = {f"{section}.{key}" for section in ROPE_SECTIONS for key in self.values.get(section, ())}
         self.describes(*(part for part in parts if part.partition(".")[2] not in ROPE_OF_THE_TARGET))
 
-    def refuse(self, keys: str | Sequence[str], wanted: str) -> NoReturn:
-        """Refuse the value of a key, or of the first that is there of several that mean the same."""
-        keys = [keys] if isinstance(keys, str) else keys
-        key = next((key for key in keys if key in self.values), None)
-        if key is None:
-            raise UserError(f"{self.path}: must have {keys[-1]}, but does not; download the head again")
-        raise UserError(f"{self.path}: {key} must be {wanted}, but is {shown(self.values[key])}; choose another head")
+    def refuse(self, key: str, wanted: str) -> NoReturn:
+        """Refuse the value of a key, or that the file has none."""
+        if key not in self.values:
+            raise UserError(f"{self.path}: must have {key}, but does not; download the head again")
+        raise UserError(
+            f"{self.path}: {self.labels[key]} must be {wanted}, but is {shown(self.values[key])}; choose another head"
+        )
 
-    def refuse_unknown(self) -> None:
-        """Refuse all keys that nobody has asked for, and quantised weights according to ModelOpt's file beside this."""
-        if unknown := [key for key in self.values if key not in self.known]:
-            found = ", ".join(f"{key}={shown(self.values[key])}" for key in unknown)
+    def refuse_unknown(self, ignored: Sequence[str]) -> None:
+        """Refuse keys that nobody has asked for, and quantised weights according to ModelOpt's file beside this.
+
+        `ignored` are those of `head.ignored_keys`.
+        """
+        unknown = {self.labels[key]: self.values[key] for key in self.values if key not in self.known}
+        if left := [label for label in unknown if label not in ignored]:
+            found = ", ".join(f"{label}={shown(unknown[label])}" for label in left)
             raise UserError(
                 f"{self.path}: must hold only settings that mtptrain understands, because others may change what the "
-                f"head drafts, but has {found}; find out what they do: if nothing that is drafted depends on them, "
-                f"remove {', '.join(unknown)} from a copy of the file, otherwise choose another head"
+                f"head drafts, but has {found}; find out what they do in the code that trained the head: if what is "
+                "drafted, or where, depends on one of them, choose another head, otherwise set "
+                f"'head.ignored_keys=[{','.join([*ignored, *left])}]'"
             )
         path = self.path.with_name(MODEL_OPT_QUANTISATION)
         named = read_json(path, "copy or download it again").get("quantization") if path.is_file() else None
@@ -170,13 +202,13 @@ def read_config(path: Path) -> ConfigJson:
     block with the window of the first. Sources: Speculators 0.9, and vLLM's `configs/speculators/algos.py`.
     """
     stored = read_json(path, "copy or download it again")
-    kind, layers = stored.get(SPECULATORS), stored.pop(LAYERS, None)
-    if kind is None:
-        return ConfigJson(path, stored if layers is None else stored | {LAYERS: layers})
+    kind, layers = stored.get(SPECULATORS), stored.get(LAYERS)
+    if kind is None and layers is None:
+        return ConfigJson(path, stored)
     if not isinstance(kind, str) or kind not in SPECULATORS_CLASSES or not isinstance(layers, dict):
         wanted = f"{SPECULATORS} must be one of {', '.join(SPECULATORS_CLASSES)}, and {LAYERS} must hold settings"
         raise UserError(f"{path}: {wanted}, but they are {shown(kind)} and {shown(layers)}; choose another head")
-    config = ConfigJson(path, layers | stored | {"architectures": [SPECULATORS_CLASSES[kind]]})
+    config = ConfigJson(path, stored | {"architectures": [SPECULATORS_CLASSES[kind]]})
     values, types, is_block = config.values, config.take("layer_types"), kind not in ("eagle3", "peagle")
     slides = is_block and isinstance(types, list) and SLIDING in types
     ambiguous = {"eagle3": ["norm_before_residual"], "dspark": ["sample_from_anchor"]}.get(kind, [])
@@ -189,10 +221,9 @@ def read_config(path: Path) -> ConfigJson:
                 "copy of the file as the head was trained"
             )
     if is_block:
-        values["dflash_config.target_layer_ids"] = [layer - 1 for layer in config.layer_ids(CAPTURED)]
-        values |= {f"dflash_config.{key}": values.pop(key) for key in IN_SECTION if key in values}
+        config.add("target_layer_ids", [layer - 1 for layer in config.layer_ids(CAPTURED)])
         if config.flag(NON_CAUSAL) or (kind == "dflash2" and NON_CAUSAL not in values):
-            values["is_causal"] = False  # without this key, layers that slide are causal and full ones are not
+            config.add("is_causal", False)  # without this key, layers that slide are causal and full ones are not
         if slides:
             values.setdefault("use_sliding_window", True)
         if kind == "dspark" and not values["sample_from_anchor"]:

@@ -7,7 +7,7 @@ so projections need no conversion.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -47,7 +47,7 @@ CLASSES = {
 """The head of each model class that config.json may name, with those of NeMo Automodel."""
 MASK_EMBEDDING = "mask_embedding.pt"
 """A trained embedding of the mask token, which engines read from a file of its own."""
-IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "start_from_target", "anchors_per_document")
+IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "ignored_keys", "start_from_target", "anchors_per_document")
 """Settings that need not match a head's weights, or that are compared separately."""
 
 
@@ -62,8 +62,11 @@ class Published:
     tensors: Tensors
 
 
-def read_published(path: str, target: TargetFiles) -> Published:
-    """Returns the head in a directory or hub repository. Its format is recognised from its files."""
+def read_published(path: str, target: TargetFiles, ignored_keys: Sequence[str] = ()) -> Published:
+    """Returns the head in a directory or hub repository. Its format is recognised from its files.
+
+    `ignored_keys` of its config.json may be there although nothing here reads them.
+    """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         own = stored_config(directory)
@@ -82,7 +85,7 @@ def read_published(path: str, target: TargetFiles) -> Published:
     config.is_of_model = bool(prefix) and any(each.startswith("model.layers.") for each in names)
     tensors = renamed(read_tensors(files, prefix), lambda each: each.removeprefix(prefix or "model."))
     settings, tensors = READERS[name](name, config, tensors, target)
-    config.refuse_unknown()
+    config.refuse_unknown(ignored_keys)
     if name in ("dflash", "dspark", "dflash2") and (directory / MASK_EMBEDDING).is_file():
         raise UserError(
             f"{directory / MASK_EMBEDDING}: must not exist, because head {name} takes the embedding of its mask token "
@@ -124,7 +127,9 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
         name = "eagle3" if any(each.endswith(".hidden_norm.weight") for each in names) else "eagle"
     if name == "eagle3" and {"mask_hidden", "model.mask_hidden"} & set(names):
         return "peagle"
-    if name == "dspark" and 0 in (values.get("markov_rank"), values.get("dflash_config.markov_rank")):
+    if name == "dflash" and values.get("projector_type") == "dspark":  # ModelOpt
+        return "dspark"
+    if name == "dspark" and values.get("markov_rank") == 0:
         return "dflash"
     if name is None:
         raise UserError(

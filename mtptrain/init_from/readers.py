@@ -61,16 +61,22 @@ FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(we
 DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel")
 """Classes whose block size counts the drafts alone, and whose keys may stand at the top level (DeepSpec) or in
 `dflash_config` (SpecForge). DeepSpec's DFlash has this class too, with a Markov head of rank 0."""
+MODEL_OPT_DSPARK = {
+    f"{name}.{kind}": f"{part}.{kind}"
+    for name, part in {
+        "markov_w1": "markov_head.markov_w1",
+        "markov_w2": "markov_head.markov_w2",
+        "confidence_proj": "confidence_head.proj",
+    }.items()
+    for kind in ("weight", "bias")
+}
+"""Our names for ModelOpt's tensors of DSpark, which it writes under DFlash's class."""
 PLAIN_BLOCKS = {
     **dict.fromkeys(("attention_value_scale", "output_multiplier", "input_embedding_scale"), 1.0),
     "final_logit_softcapping": 0.0,
-    "shift_label": False,
+    "use_aux_hidden_state": True,
 }
-"""Keys of `dflash_config` for what block drafters may compute otherwise, with the values of ours."""
-ANCHOR_FIRST = tuple(
-    place + name for name in ("sample_from_anchor", "query_zero_predicts_next") for place in ("", "dflash_config.")
-)
-"""Keys that say whether the newest token drafts too, so that each token of a block predicts the next one."""
+"""Keys for what block drafters may compute otherwise, with the values of ours."""
 
 
 def read_mtp(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
@@ -110,30 +116,27 @@ def read_eagle(name: str, config: ConfigJson, tensors: Tensors, target: TargetFi
 def read_eagle3(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
     """Reads P-EAGLE too, which has a `mask_hidden`."""
     config.must_be({"num_hidden_layers": 1})
-    config.must_be(MODEL_OPT_EAGLE3, places=("", "eagle_config."))
-    config.must_be({"eh_proj_before_attn": False, "eh_proj_bias": False}, places=["eagle_config."])
+    config.must_be({**MODEL_OPT_EAGLE3, "eh_proj_before_attn": False, "eh_proj_bias": False})
     # The embeddings in the file tell the first; without parallel drafts, the second is not used.
-    config.describes("embed_requires_grad", "eagle_config.parallel_draft_heads_num_layers")
+    config.describes("embed_requires_grad", "parallel_draft_heads_num_layers")
     tensors = renamed(tensors, lambda each: OLDER_NORMS.get(own := ONE_LAYER.sub("", each), own))
     if "d2t" in tensors and len(tensors["d2t"]) == target.config.vocab_size and not tensors["d2t"].any():
         tensors.pop("d2t")  # it maps the whole vocabulary to itself
-    before_fc = [config.flag(key) for key in ("norm_before_fc", "eagle_config.norm_before_fc")]
-    fc_norm = [config.flag(key) for key in ("fc_norm", "use_aux_norm")]
     settings: Settings = full_layers(name, config, tensors, target) | {
         "draft_vocab_size": own_vocabulary(config, tensors, target),
-        "norm_before_fc": [any(before_fc) or "input_norm.weight" in tensors],
-        "fc_norm": [any(fc_norm) or "fc_norm.0.weight" in tensors],
         "norm_output": [bool(config.flag("norm_output"))],
         "norm_before_residual": [bool(config.flag("norm_before_residual"))],
         "capture_layers": eagle3_layers(config, target.config),
     }
-    ids, mask = ("mask_token_id", "pard_token", "ptd_token_id"), tensors.get("mask_hidden")
-    if mask is not None:
-        settings["mask_token_id"] = [config.whole(*ids, least=0)]
+    for flag, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        settings[flag] = [has_norm := tensor in tensors]
+        config.must_be({flag: has_norm}, f"as {tensor} is {'there' if has_norm else 'absent'}")
+    if (mask := tensors.get("mask_hidden")) is not None:
+        settings["mask_token_id"] = [config.whole("mask_token_id", least=0)]
         if mask.numel() % target.config.hidden_size == 0:
             tensors["mask_hidden"] = mask.reshape(-1, target.config.hidden_size)
-    elif config.take(*ids) is not None:
-        config.refuse(ids, "left out, because the head has no mask_hidden")
+    elif config.take("mask_token_id") is not None:
+        config.refuse("mask_token_id", "left out, because the head has no mask_hidden")
     return settings, tensors
 
 
@@ -172,43 +175,41 @@ def read_block_drafter(
     name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles
 ) -> tuple[Settings, Tensors]:
     """Reads `dflash`, `dspark` and `dflash2`, and as `dflash` also a head in DSpark's class without its additions."""
-    nested, has_dspark_class = "dflash_config.", config.architecture in DSPARK_CLASSES
-    places = ("", nested) if has_dspark_class else (nested,)
     settings = layer_sizes(name, config, tensors, target)
-    # 1. The layout of a block. DSpark's class counts the drafts alone, the others also the newest token.
-    is_anchor_first = config.flag(*ANCHOR_FIRST)
-    if not has_dspark_class:
+    # 1. The layout of a block. DSpark's blocks have only rows that draft, if the newest token does.
+    is_dspark = name == "dspark" or config.architecture in DSPARK_CLASSES
+    if not is_dspark:
         why = "because engines draft nothing with the newest token in this class"
-        config.must_be(dict.fromkeys(ANCHOR_FIRST, False), why)
-    least = 1 if has_dspark_class else 2
-    settings["ttt_steps"] = [config.whole("block_size", f"{nested}block_size", least=least) + 1 - least]
-    settings["sample_from_anchor"] = [has_dspark_class if is_anchor_first is None else is_anchor_first]
-    settings["mask_token_id"] = [config.whole(*(f"{place}mask_token_id" for place in places), least=0)]
+        config.must_be({"sample_from_anchor": False}, why)
+    config.must_be({"projector_type": "dspark" if is_dspark else name}, f"for a {config.architecture}")
+    is_anchor_first, least = config.flag("sample_from_anchor"), 1 if is_dspark else 2
+    settings["ttt_steps"] = [config.whole("block_size", least=least) + 1 - least]
+    settings["sample_from_anchor"] = [is_dspark if is_anchor_first is None else is_anchor_first]
+    settings["mask_token_id"] = [config.whole("mask_token_id", least=0)]
     # 2. The layers. Here engines number their outputs from 0: id k is the stream after k + 1 decoder layers.
-    ids = config.layer_ids(*(f"{place}target_layer_ids" for place in places))
-    settings["capture_layers"] = [[layer + 1 for layer in ids]]
+    layers = [layer + 1 for layer in config.layer_ids("target_layer_ids")]
+    config.must_be({LAYER_IDS: layers}, "as target_layer_ids says, counted from 1")
+    settings["capture_layers"] = [layers]
     settings["num_layers"] = [config.whole("num_hidden_layers")]
     settings |= {setting: [value] for setting, value in block_attention(config).items()}
     # 3. What chooses a draft.
     if name == "dflash2":
         config.must_be({"draft_vocab_size": target.config.vocab_size}, "for this target")
         settings["draft_vocab_size"] = [None]
-        settings |= {key: [config.whole(nested + key)] for key in published_settings(Dflash2Config())}
+        settings |= {key: [config.whole(key)] for key in published_settings(Dflash2Config())}
     else:
         settings["draft_vocab_size"] = own_vocabulary(config, tensors, target)
-    if has_dspark_class:
+    if is_dspark:
         confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), name == "dspark")
-        config.must_be(confidence | {"markov_head_type": "vanilla"}, f"as in head {name}", places)
-        config.must_be({"projector_type": "dspark"}, places=[nested])
-        rank = config.whole("markov_rank", f"{nested}markov_rank", least=0)
+        config.must_be(confidence | {"markov_head_type": "vanilla"}, f"as in head {name}")
+        rank = config.whole("markov_rank", least=0)
         settings |= {"markov_rank": [rank]} if name == "dspark" else {}
-        if config.take(f"{nested}attention_mode") not in (None, "gqa", "mha"):  # the numbers of heads tell which
-            config.refuse(f"{nested}attention_mode", "gqa or mha")
-        # These shape the training: the number of blocks per document, and the weight of the confidence's loss.
-        config.describes("num_anchors", f"{nested}confidence_head_alpha")
-    config.must_be(PLAIN_BLOCKS, places=[nested])
-    config.describes("max_anchors")  # the number of blocks per document in training
-    return settings, tensors
+        if config.take("attention_mode") not in (None, "gqa", "mha"):  # the numbers of heads tell which
+            config.refuse("attention_mode", "gqa or mha")
+    config.must_be(PLAIN_BLOCKS)
+    # These shape the training: the number of blocks per document, and the weight of the confidence's loss.
+    config.describes("num_anchors", "max_anchors", "confidence_head_alpha")
+    return settings, renamed(tensors, lambda each: MODEL_OPT_DSPARK.get(each, each))
 
 
 READERS: dict[str, Callable[[str, ConfigJson, Tensors, TargetFiles], tuple[Settings, Tensors]]] = {
@@ -274,7 +275,7 @@ def full_layers(name: str, config: ConfigJson, tensors: Tensors, target: TargetF
 
 def block_attention(config: ConfigJson) -> dict[str, object]:
     """Returns the settings of a block drafter's layers, as vLLM's class reads them."""
-    num_layers, uses_swa = config.whole("num_hidden_layers"), config.flag("dflash_config.use_swa")
+    num_layers, uses_swa = config.whole("num_hidden_layers"), config.flag("use_swa")
     is_on, given = config.flag("use_sliding_window"), config.take("layer_types")
     types = [FULL] * num_layers if given is None else given
     if not isinstance(types, list) or len(types) != num_layers or any(x not in (FULL, SLIDING) for x in types):
@@ -284,17 +285,19 @@ def block_attention(config: ConfigJson) -> dict[str, object]:
     causal_where_unset = CausalLayers.sliding if SLIDING in types else CausalLayers.none
     if uses_swa and SLIDING not in types:
         types = [SLIDING] * num_layers
-    config.describes(*(keys := ("dflash_config.swa_window_size", "sliding_window")))
-    window_key = next((key for key in keys[: 2 if uses_swa or is_on else 1] if key in config.values), None)
-    if SLIDING in types and window_key is None:
+    keys = ("swa_window_size", "sliding_window") if uses_swa or is_on else ("swa_window_size",)
+    config.describes("swa_window_size", "sliding_window")
+    windows = [config.whole(key) for key in keys if key in config.values]
+    if SLIDING in types and not windows:
         raise UserError(
             f"{config.path}: must have a sliding_window, and use_sliding_window=true, for its sliding layers, but does "
             "not; download the head again"
         )
-    is_causal, nested = config.flag("is_causal"), config.flag("dflash_config.causal")
-    is_causal = nested if is_causal is None else is_causal
+    window = windows[0] if SLIDING in types else None
+    if window is not None and window != windows[-1]:
+        config.refuse("sliding_window", f"the same as swa_window_size, {window}")
+    is_causal = config.flag("is_causal")
     causal = causal_where_unset if is_causal is None else CausalLayers.all if is_causal else CausalLayers.none
-    window = config.whole(window_key) if window_key is not None and SLIDING in types else None
     return {"layer_types": types, "sliding_window": window, "causal": causal}
 
 
@@ -331,7 +334,7 @@ def eagle3_layers(config: ConfigJson, target: PreTrainedConfig) -> list[list[int
     `eagle_config` alone.
     """
     num_layers = target.num_hidden_layers
-    ids = config.layer_ids(LAYER_IDS, f"eagle_config.{LAYER_IDS}", default=[])
+    ids = config.layer_ids(LAYER_IDS, default=[])
     config.must_be({"num_aux_hidden_states": len(ids) or 3}, "the number of captured layers")
     if not ids:
         return [[2, num_layers // 2, num_layers - 3]]
@@ -341,5 +344,5 @@ def eagle3_layers(config: ConfigJson, target: PreTrainedConfig) -> list[list[int
         return [ids]  # which SGLang reads so too
     if engine is not None:
         return [as_sglang if engine == "sglang" else ids]
-    choices = [ids, as_sglang] if LAYER_IDS in config.values else [as_sglang, ids]
+    choices = [ids, as_sglang] if config.labels[LAYER_IDS] == LAYER_IDS else [as_sglang, ids]
     return [layers for layers in choices if can_capture(layers, num_layers)] or choices

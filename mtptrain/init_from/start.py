@@ -120,7 +120,7 @@ def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path,
     elif isinstance(config, NativeMtpConfig) and not (Path(path) / "head.json").is_file():
         published = read_native_mtp(path, target)
     else:
-        published = read_published(path, target)
+        published = read_published(path, target, config.ignored_keys)
     directory = published.directory
     check_settings(published, config, target.config)
     with torch.device("meta"):

@@ -4,14 +4,14 @@ No module here imports torch: the command line reads settings before it knows wh
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from mtptrain.settings.loss import LossPart
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import at_least, between
+from mtptrain.utils.setting_bounds import at_least, between, each_named
 
 MAX_SIZE = 2**20
 """Upper bound of widths, such as the intermediate size. No published model comes near it."""
@@ -49,6 +49,9 @@ class HeadConfig:
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.init_from.start`. null starts from random
     weights, or as `start_from_target` says."""
+    ignored_keys: list[str] = field(default_factory=list, metadata=each_named())
+    """Keys of a published head's config.json, as its refusal names them, that are passed over although mtptrain does
+    not know them. List only keys of which you know that what is drafted does not depend on them."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.
     The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `dspark`, `dflash2`,

@@ -103,6 +103,10 @@ SPECFORGE_DSPARK = {
     "confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark", "markov_rank": 4,
     "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
 }  # fmt: skip
+MODEL_OPT_DSPARK = {
+    "projector_type": "dspark", "shift_label": True, "markov_rank": 4, "markov_head_type": "vanilla",
+    "use_confidence_head": True, "causal": False,
+}  # fmt: skip
 PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
     ("EAGLE's authors", "eagle", HEAD_CONFIGS["eagle"](), {"architectures": ["LlamaForCausalLM"]}, ()),
     ("EAGLE's authors", "eagle3", EAGLE3, {"architectures": ["LlamaForCausalLM"]}, ()),
@@ -126,11 +130,19 @@ PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
         "DeepSpec", "dspark", replace(DFLASH, sample_from_anchor=True), DEEPSPEC_DFLASH,
         ("dflash_config", "sample_from_anchor", *MARKOV[1:]),
     ),
+    (
+        "ModelOpt", "dspark", DSPARK, {"architectures": ["DFlashDraftModel"], "dflash_config": MODEL_OPT_DSPARK},
+        (*MARKOV, "sample_from_anchor", "is_causal"),
+    ),
     ("Automodel", "dflash2", DFLASH2, {"architectures": ["Qwen3DFlash2DraftModel"]}, ("block_size",)),
 ]  # fmt: skip
 """Projects and their heads: the kind of an export, our settings, and what changes in its config.json."""
 OF_TENSORS: dict[tuple[str, str], Callable[[Tensors], Tensors]] = {
     ("EAGLE's authors", "eagle3"): as_published,
+    ("ModelOpt", "dspark"): lambda tensors: {
+        name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): x
+        for name, x in tensors.items()
+    },
     ("DeepSpec", "dspark"): lambda tensors: without("markov_head.")(without("confidence_head.")(tensors)),
 }
 """What changes in the tensors of some of them."""

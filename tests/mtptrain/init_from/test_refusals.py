@@ -25,7 +25,7 @@ OF_ALL: Refusals = [
     (
         {"attention_sink": [4, 8], "sink_bias": True},
         r"config\.json: must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\], "
-        r"sink_bias=true; find out what they do: .* remove attention_sink, sink_bias from a copy",
+        r"sink_bias=true; find out what they do .*, otherwise set 'head\.ignored_keys=\[attention_sink,sink_bias\]'",
     ),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261; choose another head"),
 ]
@@ -47,7 +47,6 @@ OF_HEADS_WITHOUT_WINDOWS: Refusals = [
     ({"num_hidden_layers": 99}, r"num_hidden_layers must be \d"),
 ]
 IDS = "eagle_aux_hidden_state_layer_ids"
-NEWEST = {"query_zero_predicts_next": True}
 OF_KIND: dict[str, Refusals] = {
     "mtp": [({"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers must be 1")],
     "deepseek": [
@@ -59,11 +58,22 @@ OF_KIND: dict[str, Refusals] = {
         ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48 the rows of the lm_head .*, but is 96"),
         ({"norm_output": "yes"}, r'norm_output must be true or false, but is "yes"'),
         ({"eagle_config": {IDS: [0, 2]}}, r"must be the same as eagle_aux_hidden_state_"),
+        (
+            {"eagle_config": {"norm_before_fc": True}, "norm_before_fc": False},
+            r"\.norm_before_fc must be the same as norm_be",
+        ),
+        ({"fc_norm": False, "use_aux_norm": True}, r"use_aux_norm must be the same as fc_norm, false, but is true"),
+        ({"norm_before_fc": True}, r"norm_before_fc must be false as input_norm\.weight is absent, but is true"),
+        (
+            {"norm_output": None, "eagle_config": {"return_hidden_post_norm": True}},
+            r"head\.norm_output \(True there, False here\)",
+        ),
+        ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false as in our"),
         ({"mask_token_id": 3}, r"mask_token_id must be left out, because the head has no mask_hidden, but is 3"),
         ({"attention_bias": True}, r"attention_bias must be false, because the files have no q_proj\.bias, but is tru"),
         ({"architectures": ["EagleMiniCPM"]}, r"a head of class EagleDeep.*, but .* holds a EagleMiniCPM"),
     ],
-    "peagle": [({"mask_token_id": None}, r"config\.json: must have ptd_token_id, but does not")],
+    "peagle": [({"mask_token_id": None}, r"config\.json: must have mask_token_id, but does not")],
     "medusa": [({"num_attention_heads": 4}, r"must hold only settings that mtptrain .* has num_attention_heads=4")],
     "dflash": [
         ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
@@ -74,8 +84,27 @@ OF_KIND: dict[str, Refusals] = {
         ({"layer_types": ["full_attention"] * 9}, r"layer_types must be full_attention or .* for each of 2 layers"),
         ({"use_sliding_window": True, "layer_types": None}, r"use_sliding_window must be false, or stand with layer_t"),
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false because engines draft nothing with"),
-        (NEWEST | {"sample_from_anchor": False}, r"next must be the same as sample_from_anchor, false, but is true"),
+        # Other names of the same: sglang#40203, ModelOpt's and SpecForge's exports.
+        ({"query_zero_predicts_next": True}, r"query_zero_predicts_next must be false because engines draft nothing"),
+        ({"dflash_config": {"query_zero_predicts_next": True}}, r"dflash_config\.query_zero\w+ must be false because"),
+        ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false because engines draft"),
+        (
+            {"query_zero_predicts_next": True, "sample_from_anchor": False},
+            r"sample_from_anchor must be the same as query_zero_predicts_next, true, but is false; correct a copy",
+        ),
+        ({"dflash_config": {"projector_type": "domino"}}, r"projector_type must be \"dflash\" for a DFlashDraftModel"),
+        ({"dflash_config": {"attention_sink_bias": True}}, r"dflash_config\.attention_sink_bias must be false as in"),
+        ({"is_causal": False, "dflash_config": {"causal": True}}, r"dflash_config\.causal must be the same as is_caus"),
+        (
+            {"sliding_window": 64, "dflash_config": {"use_swa": True, "swa_window_size": 32}},
+            r"sliding_window must be the same as swa_window_size, 32, but is 64",
+        ),
         ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is"),
+        (
+            {"mask_token_id": 9},
+            r"mask_token_id must be the same as \S+, 7, but is 9|mask_token_id .* as \w+, 9, but is 7",
+        ),
+        ({IDS: [1, 3]}, r"layer_ids must be \[1, 2\] as target_layer_ids says, counted from 1, but is \[1, 3\]"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
     ],
     "dspark": [
