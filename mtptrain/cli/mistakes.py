@@ -21,7 +21,7 @@ from mtptrain.utils.masking import hide_passwords
 CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
 """Names of Hydra's config groups: each selects a file in recipes/ or a head."""
 
-OPEN_SECTIONS = ("deepspeed.", "prompts.roles.", "prompts.template_kwargs.")
+OPEN_SECTIONS = ("deepspeed.", "head.rope_parameters.", "prompts.roles.", "prompts.template_kwargs.")
 """Sections to which the command line may add names that no recipe has."""
 
 REPLACED = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.settings.heads import HeadConfig, LayerConfig
-from mtptrain.target.families import head_rope_parameters, norm_eps
+from mtptrain.target.families import norm_eps
 from mtptrain.utils.files import save_tensors, write_json
 
 LAYER_PARTS = (
@@ -115,7 +115,7 @@ class Format(ABC):
         return []
 
     def llama_config(self, dtype: str) -> dict[str, Any]:
-        """Returns `config.json` for a one-layer Llama with the head's sizes and the target's vocabulary and RoPE."""
+        """Returns `config.json` for a one-layer Llama with the head's sizes and RoPE and the target's vocabulary."""
         return {
             "architectures": [self.architecture],
             "model_type": "llama",
@@ -129,7 +129,7 @@ class Format(ABC):
             "max_position_embeddings": self.target.max_position_embeddings,
             "hidden_act": "silu",
             "rms_norm_eps": norm_eps(self.target),
-            "rope_parameters": head_rope_parameters(self.target),
+            "rope_parameters": dict(self.dims.rope),
             # False even if the target ties them, because the head has no embeddings to tie an lm_head to.
             "tie_word_embeddings": False,
             "dtype": dtype,

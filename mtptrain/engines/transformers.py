@@ -22,8 +22,8 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
 
 
-SETTINGS_OF_MIMO = ("attention_bias", "zero_first_embedding", "prenorm_states")
-"""Settings of MiMo's MTP layer, which transformers' layers do not have."""
+OWN_SETTINGS = ("attention_bias", "zero_first_embedding", "prenorm_states", "rope_parameters")
+"""Settings of MiMo's MTP layer, and a RoPE of its own, which an additional layer of the target does not have."""
 
 
 class TransformersMtp(Format):
@@ -87,8 +87,8 @@ class Transformers(Engine):
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)
         reason = "transformers builds the head from the target's own decoder layer"
-        if of_mimo := [name for name in SETTINGS_OF_MIMO if getattr(head, name)]:
-            must_be, settings = "without settings of MiMo's MTP layer", f"one with {', '.join(of_mimo)}"
+        if own := [name for name in OWN_SETTINGS if getattr(head, name)]:
+            must_be, settings = "without a RoPE or other settings of its own", f"one with {', '.join(own)}"
             yield Refusal("head", must_be, settings, reason, "train without them")
         if (value := other_layer(target)) is not None:
             yield Refusal("target.path", "a Llama or Mistral with full attention, SiLU and no biases", value, reason)

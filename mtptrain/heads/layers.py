@@ -1,16 +1,19 @@
 """Layers of the heads: RMSNorm, RoPE, attention projections, SwiGLU, and their sizes and initial weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.settings.heads import LayerConfig
-from mtptrain.target.families import head_rope_parameters, key_heads, mlp_size
-from mtptrain.utils.errors import UserError
+from mtptrain.target.families import STATIC_ROPE_TYPES, head_rope_parameters, key_heads, mlp_size
+from mtptrain.utils.errors import UserError, error_summary
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that a head may have: the attention backends of all engines have kernels for both."""
@@ -48,24 +51,32 @@ class SwiGlu(nn.Module):
 
 
 class Rope:
-    """The target's rotary embedding, including its scaling, with the head's own head dim.
+    """The rotary embedding of a head, including its scaling, with the head's own head dim.
 
     This is neither a module nor a buffer, so that casting a head to bf16 does not round its frequencies.
     """
 
-    def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
-        rope_parameters = head_rope_parameters(target_config)
-        rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=head_dim,
-                num_attention_heads=1,
-                head_dim=head_dim,
-                max_position_embeddings=target_config.max_position_embeddings,
-                rope_parameters=rope_parameters,
+    def __init__(self, head_dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int) -> None:
+        """Build the frequencies. Raises UserError for a type that transformers or engines cannot compute."""
+        try:
+            if rope_parameters.get("rope_type") not in STATIC_ROPE_TYPES:
+                raise ValueError(f"rope_type must be one of {', '.join(STATIC_ROPE_TYPES)}")
+            rotary = LlamaRotaryEmbedding(
+                LlamaConfig(
+                    hidden_size=head_dim,
+                    num_attention_heads=1,
+                    head_dim=head_dim,
+                    max_position_embeddings=max_position_embeddings,
+                    rope_parameters=dict(rope_parameters),
+                )
             )
-        )
+            self.theta = float(rope_parameters["rope_theta"])
+        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:  # the target's have been read before
+            raise UserError(
+                "head.rope_parameters: must be a RoPE that transformers computes, and the same for all lengths, but is "
+                f"{dict(rope_parameters)}, of which it reports {error_summary(error)}; correct it"
+            ) from error
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
-        self.theta = float(rope_parameters["rope_theta"])
 
     def factors(self) -> torch.Tensor:
         """Returns the length of each wave divided by its length without RoPE scaling, f32[head_dim / 2]."""
@@ -83,13 +94,14 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Sizes of a head's decoder layer."""
+    """Sizes and RoPE of a head's decoder layer."""
 
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
+    rope: Mapping[str, Any]
 
 
 def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
@@ -117,7 +129,8 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
             "head.num_key_value_heads"
         )
     intermediate_size = config.intermediate_size or mlp_size(target_config)
-    return HeadDims(hidden_size, heads, kv_heads, int(dim), intermediate_size)
+    rope_parameters = config.rope_parameters or head_rope_parameters(target_config)
+    return HeadDims(hidden_size, heads, kv_heads, int(dim), intermediate_size, rope_parameters)
 
 
 def _default_heads(hidden_size: int, target_heads: int) -> int:
@@ -141,7 +154,7 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         """Norms of each query head and of each key head before the rotation, in heads that have them."""
-        self.rope = Rope(dims.head_dim, target_config)
+        self.rope = Rope(dims.head_dim, dims.rope, target_config.max_position_embeddings)
 
     def queries_keys_values(
         self, x: torch.Tensor, positions: torch.Tensor

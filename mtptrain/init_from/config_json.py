@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.dflash import SLIDING
-from mtptrain.target.families import ROPE_OF_THE_TARGET, head_rope_parameters, norm_eps
+from mtptrain.target.families import ROPE_OF_THE_TARGET, STATIC_ROPE_TYPES, head_rope_parameters, norm_eps
 from mtptrain.target.frozen_parts import MODEL_OPT_QUANTISATION
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
@@ -26,6 +26,8 @@ ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 LAYERS = "transformer_layer_config"
 METHOD_SECTIONS = ("dflash_config", "eagle_config", LAYERS)
 """Sections whose keys mean the same at the top level, where some projects have them."""
+SPECULATORS = "speculators_model_type"
+"""The key that marks the layout of vLLM Speculators."""
 SYNONYMS = {
     **dict.fromkeys(("query_zero_predicts_next", "shift_label"), "sample_from_anchor"),
     "causal": "is_causal",
@@ -35,10 +37,9 @@ SYNONYMS = {
     "use_confidence_head": "enable_confidence_head",
     "use_aux_norm": "fc_norm",
     "return_hidden_post_norm": "norm_output",
+    "speculators_config.algorithm": SPECULATORS,
 }
 """Names that projects and engines have for a setting, with the one under which it is read here."""
-SPECULATORS = "speculators_model_type"
-"""The key that marks the layout of vLLM Speculators."""
 SPECULATORS_CLASSES = {
     "eagle3": "LlamaForCausalLMEagle3",
     "peagle": "LlamaForCausalLMEagle3",
@@ -57,7 +58,7 @@ DESCRIPTIONS = (
     *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version", "_torchspec_version"),
     "max_position_embeddings",  # the head uses the target's positions
     "max_window_layers",  # counts only for windows without layer_types, which are refused
-    *("has_no_defaults_at_init", SPECULATORS, "speculators_version", "speculators_config"),
+    *("has_no_defaults_at_init", "speculators_version", "speculators_config"),
 )
 """Keys that do not change how a head drafts, or that the class or the tensors of the head make redundant."""
 PLAIN_ARITHMETIC = {
@@ -103,11 +104,15 @@ class ConfigJson:
         named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
         self.architecture = str(named[0] if isinstance(named, list) else named)
 
-    def add(self, label: str, value: Any) -> None:
-        """Take a value, and each one in a section. It must not contradict another value of the same meaning."""
+    def add(self, label: str, value: Any, follows_from: str = "") -> None:
+        """Take a value, and each one in a section. It must not contradict another value of the same meaning.
+
+        `follows_from` is the key from which a value follows that the file does not have.
+        """
         section, _, key = label.rpartition(".")
         name = key if section in METHOD_SECTIONS else label
         name = SYNONYMS.get(name, name)
+        label = f"{label} according to {follows_from}" if follows_from else label
         if value is None or (name in DESCRIPTIONS and name in self.values):
             return
         if (is_section := name in (*ROPE_SECTIONS, *METHOD_SECTIONS)) and not isinstance(value, dict):
@@ -157,8 +162,11 @@ class ConfigJson:
         self.known.update(keys)
 
     def has_rope(self) -> None:
-        """Pass over the keys of RoPE and of the norms' eps, which `warn_of_other_rope_or_eps` compares as a whole."""
+        """Pass over the keys of RoPE and of the norms' eps, which `rope_of_head` reads as a whole."""
         self.describes("rope_theta", "original_max_position_embeddings", "rms_norm_eps")
+        for section in ROPE_SECTIONS:
+            if any(isinstance(value, dict) for value in self.values.get(section, {}).values()):
+                self.refuse(section, "one set of settings for all layers")
         parts = {f"{section}.{key}" for section in ROPE_SECTIONS for key in self.values.get(section, ())}
         self.describes(*(part for part in parts if part.partition(".")[2] not in ROPE_OF_THE_TARGET))
 
@@ -209,6 +217,9 @@ def read_config(path: Path) -> ConfigJson:
         wanted = f"{SPECULATORS} must be one of {', '.join(SPECULATORS_CLASSES)}, and {LAYERS} must hold settings"
         raise UserError(f"{path}: {wanted}, but they are {shown(kind)} and {shown(layers)}; choose another head")
     config = ConfigJson(path, stored | {"architectures": [SPECULATORS_CLASSES[kind]]})
+    if isinstance(described := stored.get("speculators_config"), dict):
+        config.add("speculators_config.algorithm", described.get("algorithm"))
+    config.describes(SPECULATORS)
     values, types, is_block = config.values, config.take("layer_types"), kind not in ("eagle3", "peagle")
     slides = is_block and isinstance(types, list) and SLIDING in types
     ambiguous = {"eagle3": ["norm_before_residual"], "dspark": ["sample_from_anchor"]}.get(kind, [])
@@ -221,9 +232,11 @@ def read_config(path: Path) -> ConfigJson:
                 "copy of the file as the head was trained"
             )
     if is_block:
-        config.add("target_layer_ids", [layer - 1 for layer in config.layer_ids(CAPTURED)])
+        config.add("target_layer_ids", [layer - 1 for layer in config.layer_ids(CAPTURED)], CAPTURED)
         if config.flag(NON_CAUSAL) or (kind == "dflash2" and NON_CAUSAL not in values):
-            config.add("is_causal", False)  # without this key, layers that slide are causal and full ones are not
+            config.add(
+                "is_causal", False, NON_CAUSAL
+            )  # without this key, layers that slide are causal and full ones are not
         if slides:
             values.setdefault("use_sliding_window", True)
         if kind == "dspark" and not values["sample_from_anchor"]:
@@ -231,21 +244,23 @@ def read_config(path: Path) -> ConfigJson:
     return config
 
 
-def warn_of_other_rope_or_eps(config: ConfigJson, target: PreTrainedConfig, theta: float) -> None:
-    """Warn if the RoPE or norm eps of a head differ from the target's, which our heads use.
+def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> list[dict[str, Any]]:
+    """Returns the RoPE that a head may have been trained with, most likely first; an empty one is the target's.
 
-    Engines take `theta` for a head without rope_theta. RoPE that contradicts itself or is not complete is refused.
+    Engines take `theta` for a head without rope_theta. ModelOpt trains EAGLE-3 without scaling and then exports YaRN,
+    so scaling that is not the target's may have been absent in training. RoPE that contradicts itself, is not complete
+    or depends on the length of the text is refused. A warning says if the norms have another eps than the target's,
+    which our heads use.
     """
     positions = ("original_max_position_embeddings", "max_position_embeddings")
     names = (*ROPE_SECTIONS, "rope_theta", *positions, "rms_norm_eps")
     given = {name: deepcopy(config.values[name]) for name in names if name in config.values}  # transformers adds to it
     if given.keys() >= {*ROPE_SECTIONS}:
         parameters, scaling = (
-            {name.replace("rope_type", "type"): x for name, x in given[section].items() if name != "rope_theta"}
-            for section in ROPE_SECTIONS
+            {name.replace("rope_type", "type"): x for name, x in given[section].items()} for section in ROPE_SECTIONS
         )
-        if scaling != parameters:
-            config.refuse("rope_scaling", "the same as rope_parameters, but for rope_theta")
+        if parameters != {name: x for name, x in parameters.items() if name == "rope_theta"} | scaling:
+            config.refuse("rope_scaling", "the same as rope_parameters")
         del given["rope_scaling"]  # which may lack the theta
     try:
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
@@ -254,15 +269,23 @@ def warn_of_other_rope_or_eps(config: ConfigJson, target: PreTrainedConfig, thet
             f"{config.path}: RoPE and rms_norm_eps must be readable by transformers, which reports "
             f"{error_summary(error)}; download the head again"
         ) from error
-    own_rope, rope = (
-        {name: value for name, value in head_rope_parameters(each).items() if name != "type"} for each in (own, target)
-    )
     # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
     own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target)))
-    for name, theirs, ours in (("rope_parameters", own_rope, rope), ("rms_norm_eps", own_eps, eps)):
-        if theirs != ours:
-            warnings.warn(
-                f"{config.path}: {name} should be {ours}, the target's value, which is used, but is {theirs}; the head "
-                "may draft worse than published until it is trained",
-                stacklevel=2,
-            )
+    if own_eps != eps:
+        warnings.warn(
+            f"{config.path}: rms_norm_eps should be {eps}, the target's value, which is used, but is {own_eps}; the "
+            "head may draft worse than published until it is trained",
+            stacklevel=2,
+        )
+    rope, targets = (
+        {name: value for name, value in head_rope_parameters(each).items() if name != "type"} for each in (own, target)
+    )
+    if rope["rope_type"] not in STATIC_ROPE_TYPES:
+        section = next(section for section in ROPE_SECTIONS if section in config.values)
+        config.refuse(section, f"of a type among {', '.join(STATIC_ROPE_TYPES)}")
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if rope == targets:
+        return [{}, head_rope_parameters(target)]
+    if rope == plain:
+        return [plain]
+    return [plain, rope] if "use_last_layernorm" in config.values else [rope, plain]

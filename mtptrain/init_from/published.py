@@ -21,7 +21,7 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.init_from.config_json import ConfigJson, read_config, warn_of_other_rope_or_eps
+from mtptrain.init_from.config_json import ConfigJson, read_config, rope_of_head
 from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings, renamed
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
@@ -93,7 +93,7 @@ def read_published(path: str, target: TargetFiles, ignored_keys: Sequence[str] =
         )
     if name != "medusa":
         default_theta = 1e6 if issubclass(HEADS[name].Config, DflashConfig) else 1e4
-        warn_of_other_rope_or_eps(config, target.config, default_theta)
+        settings |= {"rope_parameters": [*rope_of_head(config, target.config, default_theta)]}
     return Published(directory, name, settings, tensors)
 
 

@@ -245,6 +245,8 @@ def layer_sizes(name: str, config: ConfigJson, tensors: Tensors, target: TargetF
     config.must_be(target_sizes(target.config), "for this target")
     config.must_be(PLAIN_ARITHMETIC)
     config.has_rope()
+    if "lm_head.weight" not in tensors and not target.config.tie_word_embeddings and not config.is_of_model:
+        config.must_be({"tie_word_embeddings": False}, "because the target's lm_head, which the head uses, is not tied")
     for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj"), ("bias", "fc")):
         has_bias = config.is_of_model or any(each.endswith(f"{layer}.bias") for each in tensors)
         if config.flag(key) and not has_bias:

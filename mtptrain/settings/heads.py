@@ -69,6 +69,9 @@ class LayerConfig(HeadConfig):
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = between(1, MAX_SIZE, default=None)
     """null takes the target's (the largest, if its layers differ), or 4 x hidden size if it has none."""
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    """RoPE of the head: `rope_type`, `rope_theta` and what the type needs, as in a config.json. By default it is the
+    target's. Published heads may have been trained with another."""
 
 
 @dataclass

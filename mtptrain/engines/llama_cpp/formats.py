@@ -32,7 +32,7 @@ from mtptrain.settings.heads import (
     Eagle3Config,
     HeadConfig,
 )
-from mtptrain.target.families import head_dim, key_heads, mlp_size, norm_eps
+from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, norm_eps
 from mtptrain.target.gguf import (
     INTERLEAVED,
     MODULES,
@@ -193,7 +193,7 @@ class GgufFormat(Format):
 
     @property
     def _rope(self) -> Rope:
-        return Rope(self.dims.head_dim, self.config)
+        return Rope(self.dims.head_dim, self.dims.rope, self.config.max_position_embeddings)
 
     def _is_interleaved(self, name: str) -> bool:
         return name.rpartition(".")[0].rpartition(".")[2] in INTERLEAVED[self.architecture]
@@ -359,4 +359,4 @@ class LlamaCppDraftModel(WithTokenizer):
     def dims(self) -> HeadDims:
         config = self.config
         sizes = config.hidden_size, config.num_attention_heads, key_heads(config), head_dim(config), mlp_size(config)
-        return HeadDims(*sizes)
+        return HeadDims(*sizes, head_rope_parameters(config))

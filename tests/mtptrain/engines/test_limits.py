@@ -66,7 +66,7 @@ REFUSED: list[Case] = [
     ("openvino", "dflash", {"causal": "all"}, "llama", {}, "head.causal: must be none to export head dflash"),
     ("openvino", "eagle3", {}, "gemma3_text", {}, "target.path: must be one of llama, mistral, qwen2, qwen3 to"),
     ("openvino", "draft_model", {"init_from": "mistral"}, "llama", {}, "head.init_from: must be a model"),
-    ("transformers", "mtp", {"attention_bias": True}, "llama", {}, "must be without settings of MiMo's MTP"),
+    ("transformers", "mtp", {"attention_bias": True}, "llama", {}, "must be without a RoPE or other set"),
     ("transformers", "mtp", {}, "qwen3", {}, "must be a Llama or Mistral with full attention, SiLU and no"),
     ("transformers", "mtp", {}, "mistral", WINDOW, "but is one with a sliding window of 128 tokens:"),
     ("transformers", "mtp", {"intermediate_size": 64}, "llama", {}, "a layer with the target's sizes"),

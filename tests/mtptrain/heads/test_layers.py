@@ -10,6 +10,7 @@ from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
 from mtptrain.heads.packing import Packing
 from mtptrain.target.families import check_rope
+from mtptrain.utils.errors import UserError
 from tests.mtptrain.heads.dense import dense_depth_attention
 
 
@@ -89,8 +90,11 @@ def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is
         query = torch.randn(1, 100, 2, 128, generator=torch.Generator().manual_seed(0))
         cos, sin = LlamaRotaryEmbedding(config)(query, torch.arange(100)[None])
         reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
-        ours = rotate(query[0], *Rope(128, config).tables(torch.arange(100), torch.float32))
+        ours = rotate(query[0], *Rope(128, rope, 128).tables(torch.arange(100), torch.float32))
         torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
+    for wrong in ({"rope_type": "dynamic", **TURNS}, {"rope_type": "linear", "rope_theta": 1e4}, {"rope_theta": 1e4}):
+        with pytest.raises(UserError, match=r"head\.rope_parameters: must be a RoPE .*; correct it"):
+            Rope(128, wrong, 128)
     with pytest.raises(ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic', which"):
         check_rope(LlamaConfig(rope_parameters={"rope_type": "dynamic", **TURNS}))
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.table import ENGINES, engine_of
 from mtptrain.heads.base import Tensors
+from mtptrain.heads.files import build_head
+from mtptrain.heads.layers import Attention
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS
 from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import HEAD_CONFIGS, DflashConfig, Eagle3Config, HeadConfig
@@ -57,11 +59,13 @@ def test_every_export_gives_back_the_weights_that_went_in(
     assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(deep_target))[1], state)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 64}
 EAGLE3_VARIANTS = {
     "own vocabulary": EAGLE3,
     "shared lm_head": Eagle3Config(capture_layers=[0, 1, 2]),
     "whole vocabulary": Eagle3Config(capture_layers=[1, 2], draft_vocab_size=260),
     "norms before": Eagle3Config(capture_layers=[0, 2], norm_before_fc=True, norm_before_residual=True),
+    "own RoPE": Eagle3Config(capture_layers=[0, 1], rope_parameters=YARN),
     "eagle3.1": Eagle3Config(capture_layers=[0, 1, 2], fc_norm=True, norm_output=True),
 }
 
@@ -181,6 +185,14 @@ SPECULATORS: dict[str, tuple[HeadConfig, str, dict[str, Any]]] = {
 REFUSED_OF_SPECULATORS: list[tuple[str, Changes, str]] = [
     ("dflash", {"speculators_model_type": ["dflash"]}, r"model_type must be one of eagle3, .* are \[\"dflash"),
     ("dflash", {"transformer_layer_config": None}, r"layer_config must hold settings, but they are .* null"),
+    ("dflash", {"num_hidden_layers": 3}, r"num_hidden_layers must be the same as trans\w+\.num_hidden_l"),
+    (
+        "dflash",
+        {"dflash_config": {"target_layer_ids": [1, 2]}},
+        r"ids according to aux_hid\w+ must be the same as dflash",
+    ),
+    ("mixed, not causal", {"is_causal": True}, r"is_causal according to sliding_window_non_causal must be the same as"),
+    ("dspark", {"speculators_config": {"algorithm": "dflash"}}, r"\.algorithm must be the same as speculators_model_t"),
     ("dflash", {"aux_hidden_state_layer_ids": [True, 2]}, r"aux_hidden_state_layer_ids must be a list of layer ids"),
     ("dspark", {"sample_from_anchor": None}, r"must have sample_from_anchor, because Speculators and vLLM have"),
 ]
@@ -272,7 +284,6 @@ def test_a_copy_of_the_targets_lm_head_need_not_become_a_vocabulary_of_its_own(h
 
 
 WARNED: list[tuple[str, Changes, dict[str, torch.Tensor], str]] = [
-    ("mimo", {"rope_parameters": {"rope_theta": 5e5}}, {}, r"rope_parameters should be .* but is .*500000"),
     ("dflash", {"rms_norm_eps": 1e-3}, {}, r"rms_norm_eps should be 1e-06, the target's value, .* but is 0\.001"),
     ("eagle", {}, {"lm_head.weight": torch.ones(260, 64)}, r"lm_head\.weight should equal the target's, which is"),
     ("eagle", {}, {"embed_tokens.weight": torch.ones(100, 64)}, r"embed_tokens\.weight .* 260 of 260 rows"),
@@ -290,3 +301,20 @@ def test_what_is_the_targets_in_our_heads_is_warned_of_if_a_head_has_another(hea
     embeddings[7] *= 1.1  # heads of Speculators train the embedding of the mask token
     with pytest.warns(UserWarning, match=r"embed_tokens\.weight .* 1 of 260 rows"):
         heads["peagle"].is_read(tensors=lambda tensors: tensors | {"embed_tokens.weight": embeddings})
+
+
+def test_a_head_is_read_with_the_rope_that_it_was_trained_with(heads: dict[str, Stored]) -> None:
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    for kind in ("mimo", "dflash", "eagle"):
+        head, changes = heads[kind], {"rope_parameters": None, "rope_scaling": YARN}
+        for rope in (YARN, plain):  # projects may add scaling at the export
+            own = head.of(replace(head.config, rope_parameters=rope))
+            own.is_read(changes)
+            modules = build_head(own.config, TargetFiles(own.target_dir).config).modules()
+            assert {each.rope.theta for each in modules if isinstance(each, Attention)} == {5e5}
+        argument = r"set '\+head\.rope_parameters=\{rope_type:default,rope_theta:500000\.0\}'"
+        head.refuses({"rope_parameters": {"rope_theta": 5e5}}, argument)
+    # ModelOpt adds it to heads that it trained without: that these have the target's RoPE is not silent either.
+    model_opt = {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": 1e4}, "eagle_config": MODEL_OPT_EAGLE3}
+    heads["eagle3"].refuses(model_opt, argument.replace("500000", "10000"))
+    heads["eagle3"].of(replace(EAGLE3, rope_parameters=plain | {"rope_theta": 1e4})).is_read(model_opt)

@@ -16,7 +16,8 @@ from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
-from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, MEDUSA, MTP, Changes, Stored, without
+from tests.conftest import make_target
+from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, MEDUSA, MTP, Changes, Stored, without, write
 
 MIMO_ARGUMENTS = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 Refusals = list[tuple[Changes, str]]
@@ -34,6 +35,12 @@ OF_LAYERS: Refusals = [
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
+    (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+        r"rope_scaling must be the same as rope_parameters",
+    ),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_parameters must be of a type among default"),
+    ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters must be one set of settings for all layers"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; download"),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
     ({"intermediate_size": None}, r"config\.json: must have intermediate_size, but does not; download the head again"),
@@ -116,6 +123,14 @@ OF_KIND: dict[str, Refusals] = {
         ({"dflash_config": {"output_multiplier": 2.0}}, r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\."),
     ],
 }
+
+
+def test_a_head_that_ties_its_lm_head_is_refused_if_the_target_does_not(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", tie_word_embeddings=False)
+    head = Stored(tmp_path, DFLASH, target, write(tmp_path, "vllm", DFLASH, target))
+    head.refuses(
+        {"tie_word_embeddings": True}, r"tie_word_embeddings must be false because the target's lm_head, which"
+    )
 
 
 def test_a_config_that_cannot_be_honoured_is_refused_by_the_key(heads: dict[str, Stored]) -> None:

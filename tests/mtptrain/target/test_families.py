@@ -43,7 +43,7 @@ def test_heads_take_the_rope_of_gemmas_full_attention(tmp_path: Path) -> None:
     config = write_config(tmp_path, model_type="gemma3_text", max_position_embeddings=512, **old)
     assert head_rope_parameters(config) == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     head_rope_parameters(config)["rope_theta"] = 0.0  # a copy
-    cos, _ = Rope(64, config).tables(torch.tensor([100]), torch.float32)
+    cos, _ = Rope(64, head_rope_parameters(config), 512).tables(torch.tensor([100]), torch.float32)
     wanted = [math.cos(100 / 8 * 1e6 ** (-2 * pair / 64)) for pair in range(32)]
     torch.testing.assert_close(cos[0, 0], torch.tensor(wanted * 2), atol=1e-5, rtol=0)
 
