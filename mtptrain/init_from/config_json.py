@@ -40,14 +40,8 @@ SYNONYMS = {
     "speculators_config.algorithm": SPECULATORS,
 }
 """Names that projects and engines have for a setting, with the one under which it is read here."""
-SPECULATORS_CLASSES = {
-    "eagle3": "LlamaForCausalLMEagle3",
-    "peagle": "LlamaForCausalLMEagle3",
-    "dflash": "DFlashDraftModel",
-    "dspark": "Qwen3DSparkModel",
-    "dflash2": "DFlash2DraftModel",
-}
-"""The class in engines of each kind of head in that layout."""
+KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
+"""The kinds of heads in that layout, which stand for the classes of engines."""
 CAPTURED, NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
 DESCRIPTIONS = (
     *("architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
@@ -59,6 +53,9 @@ DESCRIPTIONS = (
     "max_position_embeddings",  # the head uses the target's positions
     "max_window_layers",  # counts only for windows without layer_types, which are refused
     *("has_no_defaults_at_init", "speculators_version", "speculators_config"),
+    *("num_anchors", "max_anchors", "confidence_head_alpha"),  # the number of blocks per document, and of a loss
+    "embed_requires_grad",  # the embeddings in the file tell
+    "parallel_draft_heads_num_layers",  # not used without parallel drafts
 )
 """Keys that do not change how a head drafts, or that the class or the tensors of the head make redundant."""
 PLAIN_ARITHMETIC = {
@@ -67,8 +64,9 @@ PLAIN_ARITHMETIC = {
     "use_mrope": False,
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),  # RoPE rotates halves, not interleaved pairs
     **dict.fromkeys(("rope_interleave", "rope_interleaved", *(f"{x}.interleaved" for x in ROPE_SECTIONS)), False),
-    **dict.fromkeys(("partial_rotary_factor", *(f"{x}.partial_rotary_factor" for x in ROPE_SECTIONS)), 1.0),
-    "rotary_pct": 1.0,
+    **dict.fromkeys(
+        ("partial_rotary_factor", "rotary_pct", *(f"{x}.partial_rotary_factor" for x in ROPE_SECTIONS)), 1.0
+    ),
     **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), False),
 }
 """The arithmetic of our heads, by the keys with which others may have another one."""
@@ -96,9 +94,9 @@ class ConfigJson:
         self.values: dict[str, Any] = {}
         self.labels: dict[str, str] = {}
         """The name in the file of each value."""
-        for key, value in content.items():
+        for key, value in sorted(content.items(), key=lambda item: item[0] in METHOD_SECTIONS):
             self.add(key, value)
-        self.known = {*DESCRIPTIONS, *ROPE_SECTIONS}
+        self.known = {*DESCRIPTIONS, *ROPE_SECTIONS, SPECULATORS}
         self.is_of_model = False
         """Whether the file is that of a whole model, of which the head is a part."""
         named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
@@ -164,9 +162,6 @@ class ConfigJson:
     def has_rope(self) -> None:
         """Pass over the keys of RoPE and of the norms' eps, which `rope_of_head` reads as a whole."""
         self.describes("rope_theta", "original_max_position_embeddings", "rms_norm_eps")
-        for section in ROPE_SECTIONS:
-            if any(isinstance(value, dict) for value in self.values.get(section, {}).values()):
-                self.refuse(section, "one set of settings for all layers")
         parts = {f"{section}.{key}" for section in ROPE_SECTIONS for key in self.values.get(section, ())}
         self.describes(*(part for part in parts if part.partition(".")[2] not in ROPE_OF_THE_TARGET))
 
@@ -179,17 +174,14 @@ class ConfigJson:
         )
 
     def refuse_unknown(self, ignored: Sequence[str]) -> None:
-        """Refuse keys that nobody has asked for, and quantised weights according to ModelOpt's file beside this.
-
-        `ignored` are those of `head.ignored_keys`.
-        """
+        """Refuse keys that are neither read nor ignored, and quantised weights by ModelOpt's file beside this."""
         unknown = {self.labels[key]: self.values[key] for key in self.values if key not in self.known}
         if left := [label for label in unknown if label not in ignored]:
             found = ", ".join(f"{label}={shown(unknown[label])}" for label in left)
             raise UserError(
                 f"{self.path}: must hold only settings that mtptrain understands, because others may change what the "
-                f"head drafts, but has {found}; find out what they do in the code that trained the head: if what is "
-                "drafted, or where, depends on one of them, choose another head, otherwise set "
+                f"head drafts, but has {found}; find out in the code that trained the head what they do: if it depends "
+                "on one of them what is drafted, or where, choose another head, otherwise set "
                 f"'head.ignored_keys=[{','.join([*ignored, *left])}]'"
             )
         path = self.path.with_name(MODEL_OPT_QUANTISATION)
@@ -213,13 +205,12 @@ def read_config(path: Path) -> ConfigJson:
     kind, layers = stored.get(SPECULATORS), stored.get(LAYERS)
     if kind is None and layers is None:
         return ConfigJson(path, stored)
-    if not isinstance(kind, str) or kind not in SPECULATORS_CLASSES or not isinstance(layers, dict):
-        wanted = f"{SPECULATORS} must be one of {', '.join(SPECULATORS_CLASSES)}, and {LAYERS} must hold settings"
+    if not isinstance(kind, str) or kind not in KINDS or not isinstance(layers, dict):
+        wanted = f"{SPECULATORS} must be one of {', '.join(KINDS)}, and {LAYERS} must hold settings"
         raise UserError(f"{path}: {wanted}, but they are {shown(kind)} and {shown(layers)}; choose another head")
-    config = ConfigJson(path, stored | {"architectures": [SPECULATORS_CLASSES[kind]]})
+    config = ConfigJson(path, stored | {"architectures": [kind]})
     if isinstance(described := stored.get("speculators_config"), dict):
         config.add("speculators_config.algorithm", described.get("algorithm"))
-    config.describes(SPECULATORS)
     values, types, is_block = config.values, config.take("layer_types"), kind not in ("eagle3", "peagle")
     slides = is_block and isinstance(types, list) and SLIDING in types
     ambiguous = {"eagle3": ["norm_before_residual"], "dspark": ["sample_from_anchor"]}.get(kind, [])
@@ -264,10 +255,14 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
         del given["rope_scaling"]  # which may lack the theta
     try:
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
+        if (kind := head_rope_parameters(own)["rope_type"]) not in STATIC_ROPE_TYPES:
+            raise ValueError(f"rope_type {kind}, which changes with the length of the text")
+        if any(isinstance(value, dict) for value in own.rope_parameters.values()):
+            raise ValueError("RoPE that differs by layer")
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{config.path}: RoPE and rms_norm_eps must be readable by transformers, which reports "
-            f"{error_summary(error)}; download the head again"
+            f"{error_summary(error)}; choose another head"
         ) from error
     # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
     own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target)))
@@ -280,9 +275,6 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
     rope, targets = (
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"} for each in (own, target)
     )
-    if rope["rope_type"] not in STATIC_ROPE_TYPES:
-        section = next(section for section in ROPE_SECTIONS if section in config.values)
-        config.refuse(section, f"of a type among {', '.join(STATIC_ROPE_TYPES)}")
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     if rope == targets:
         return [{}, head_rope_parameters(target)]

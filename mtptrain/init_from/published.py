@@ -21,7 +21,7 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.init_from.config_json import ConfigJson, read_config, rope_of_head
+from mtptrain.init_from.config_json import KINDS, ConfigJson, read_config, rope_of_head
 from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings, renamed
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
@@ -63,10 +63,7 @@ class Published:
 
 
 def read_published(path: str, target: TargetFiles, ignored_keys: Sequence[str] = ()) -> Published:
-    """Returns the head in a directory or hub repository. Its format is recognised from its files.
-
-    `ignored_keys` of its config.json may be there although nothing here reads them.
-    """
+    """Returns the head in a directory or hub repository. Its format is recognised from its files."""
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         own = stored_config(directory)
@@ -122,7 +119,7 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
     architecture, values = config.architecture, config.values
     if values.get("model_type") == "medusa" or any(m[3] for name in names if (m := FASTER_DECODING.match(name))):
         return "medusa"
-    name = CLASSES.get(architecture)
+    name = architecture if architecture in KINDS else CLASSES.get(architecture)
     if architecture == "LlamaForCausalLM" and {"fc.weight", "model.fc.weight"} & set(names):
         name = "eagle3" if any(each.endswith(".hidden_norm.weight") for each in names) else "eagle"
     if name == "eagle3" and {"mask_hidden", "model.mask_hidden"} & set(names):
@@ -131,6 +128,16 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
         return "dspark"
     if name == "dspark" and values.get("markov_rank") == 0:
         return "dflash"
+    announced = next((key for key in ("num_nextn_predict_layers", "num_mtp_layers") if values.get(key)), None)
+    if name is None and announced is not None:
+        prefix, parts = f"model.layers.{values.get('num_hidden_layers')}.", ("enorm", "hnorm", "eh_proj")
+        if architecture == MIMO:
+            prefix, parts = f"{MTP_LAYERS}0.", ("token_layernorm", "hidden_layernorm", "input_proj")
+        missing = [tensor for part in parts if (tensor := f"{prefix}{part}.weight") not in names]
+        raise UserError(
+            f"{directory}: the files must hold the MTP layer that config.json announces by "
+            f"{announced}={values[announced]}, but lack {', '.join(missing)}; download the checkpoint again"
+        )
     if name is None:
         raise UserError(
             "head.init_from: must hold head.json, a model with an MTP layer (DeepSeek's eh_proj or MiMo's), or a head "

@@ -58,19 +58,9 @@ MODEL_OPT_EAGLE3 = {
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 """FasterDecoding, the project of Medusa's authors, names layer j of depth i `i.j.linear`, and the lm_head after it
 `i.j`."""
-DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel")
+DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel", "dspark")
 """Classes whose block size counts the drafts alone, and whose keys may stand at the top level (DeepSpec) or in
 `dflash_config` (SpecForge). DeepSpec's DFlash has this class too, with a Markov head of rank 0."""
-MODEL_OPT_DSPARK = {
-    f"{name}.{kind}": f"{part}.{kind}"
-    for name, part in {
-        "markov_w1": "markov_head.markov_w1",
-        "markov_w2": "markov_head.markov_w2",
-        "confidence_proj": "confidence_head.proj",
-    }.items()
-    for kind in ("weight", "bias")
-}
-"""Our names for ModelOpt's tensors of DSpark, which it writes under DFlash's class."""
 PLAIN_BLOCKS = {
     **dict.fromkeys(("attention_value_scale", "output_multiplier", "input_embedding_scale"), 1.0),
     "final_logit_softcapping": 0.0,
@@ -117,8 +107,6 @@ def read_eagle3(name: str, config: ConfigJson, tensors: Tensors, target: TargetF
     """Reads P-EAGLE too, which has a `mask_hidden`."""
     config.must_be({"num_hidden_layers": 1})
     config.must_be({**MODEL_OPT_EAGLE3, "eh_proj_before_attn": False, "eh_proj_bias": False})
-    # The embeddings in the file tell the first; without parallel drafts, the second is not used.
-    config.describes("embed_requires_grad", "parallel_draft_heads_num_layers")
     tensors = renamed(tensors, lambda each: OLDER_NORMS.get(own := ONE_LAYER.sub("", each), own))
     if "d2t" in tensors and len(tensors["d2t"]) == target.config.vocab_size and not tensors["d2t"].any():
         tensors.pop("d2t")  # it maps the whole vocabulary to itself
@@ -207,9 +195,9 @@ def read_block_drafter(
         if config.take("attention_mode") not in (None, "gqa", "mha"):  # the numbers of heads tell which
             config.refuse("attention_mode", "gqa or mha")
     config.must_be(PLAIN_BLOCKS)
-    # These shape the training: the number of blocks per document, and the weight of the confidence's loss.
-    config.describes("num_anchors", "max_anchors", "confidence_head_alpha")
-    return settings, renamed(tensors, lambda each: MODEL_OPT_DSPARK.get(each, each))
+    # ModelOpt's names of DSpark's tensors.
+    tensors = renamed(tensors, lambda each: re.sub(r"^confidence_proj\b", "confidence_head.proj", each))
+    return settings, renamed(tensors, lambda each: re.sub(r"^(?=markov_w[12]\b)", "markov_head.", each))
 
 
 READERS: dict[str, Callable[[str, ConfigJson, Tensors, TargetFiles], tuple[Settings, Tensors]]] = {
@@ -264,14 +252,13 @@ def layer_sizes(name: str, config: ConfigJson, tensors: Tensors, target: TargetF
 
 def full_layers(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> Settings:
     """Returns the sizes of layers that are causal and have no window."""
+    types, why = config.take("layer_types"), f"because head {name} has no window"
     config.must_be({"is_causal": True})
-    types, is_on, window = config.take("layer_types"), config.flag("use_sliding_window"), config.take("sliding_window")
-    if types is not None and not (isinstance(types, list) and all(each == FULL for each in types)):
-        config.refuse("layer_types", f"{FULL} in each layer, because head {name} has no window")
-    if is_on:
-        config.refuse("use_sliding_window", f"false, because head {name} has no window")
-    if window is not None and is_on is None and types is None:
-        config.refuse("sliding_window", f"null or switched off, because head {name} has no window")
+    config.must_be(
+        {"use_sliding_window": False, "layer_types": [FULL] * (len(types) if isinstance(types, list) else 1)}, why
+    )
+    if config.take("sliding_window") is not None and types is None and "use_sliding_window" not in config.values:
+        config.refuse("sliding_window", f"null or switched off, {why}")
     return layer_sizes(name, config, tensors, target)
 
 

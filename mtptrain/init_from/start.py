@@ -4,6 +4,7 @@ The weights of `head.init_from` must fit the head of the config; `published` lis
 """
 
 import hashlib
+import json
 import re
 import warnings
 from dataclasses import dataclass
@@ -173,16 +174,8 @@ def _setting(name: str) -> str:
 
 def _argument(name: str, value: object) -> str:
     """Returns a setting as a command-line argument."""
-    text = f"{_setting(name)}={_text(value)}"
+    text = f"{_setting(name)}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
     return f"'+{text}'" if isinstance(value, dict) else text  # Hydra adds its keys, and a shell leaves its braces alone
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_text(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def without_redundant_tensors(published: Published, expected: Tensors, target: TargetFiles) -> Tensors:

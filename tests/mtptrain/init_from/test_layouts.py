@@ -185,7 +185,7 @@ SPECULATORS: dict[str, tuple[HeadConfig, str, dict[str, Any]]] = {
 REFUSED_OF_SPECULATORS: list[tuple[str, Changes, str]] = [
     ("dflash", {"speculators_model_type": ["dflash"]}, r"model_type must be one of eagle3, .* are \[\"dflash"),
     ("dflash", {"transformer_layer_config": None}, r"layer_config must hold settings, but they are .* null"),
-    ("dflash", {"num_hidden_layers": 3}, r"num_hidden_layers must be the same as trans\w+\.num_hidden_l"),
+    ("dflash", {"num_hidden_layers": 3}, r"config\.num_hidden_layers must be the same as num_hidden_layers"),
     (
         "dflash",
         {"dflash_config": {"target_layer_ids": [1, 2]}},

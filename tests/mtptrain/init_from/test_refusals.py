@@ -26,7 +26,7 @@ OF_ALL: Refusals = [
     (
         {"attention_sink": [4, 8], "sink_bias": True},
         r"config\.json: must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\], "
-        r"sink_bias=true; find out what they do .*, otherwise set 'head\.ignored_keys=\[attention_sink,sink_bias\]'",
+        r"sink_bias=true; find out .*, otherwise set 'head\.ignored_keys=\[attention_sink,sink_bias\]'",
     ),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261; choose another head"),
 ]
@@ -39,16 +39,22 @@ OF_LAYERS: Refusals = [
         {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
         r"rope_scaling must be the same as rope_parameters",
     ),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_parameters must be of a type among default"),
-    ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters must be one set of settings for all layers"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; download"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        r"must be readable .* rope_type dynamic, which chan",
+    ),
+    ({"rope_parameters": {"full_attention": {}}}, r"must be readable .* RoPE that differs by layer; ch"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; choose"),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
     ({"intermediate_size": None}, r"config\.json: must have intermediate_size, but does not; download the head again"),
 ]
 NO_TYPES = {"layer_types": None, "use_sliding_window": None}
 OF_HEADS_WITHOUT_WINDOWS: Refusals = [
-    ({"layer_types": ["sliding_attention"]}, r"layer_types must be full_attention in each layer, .*\[\"sliding"),
-    ({"use_sliding_window": True}, r"use_sliding_window must be false, because head \w+ has no window, but is true"),
+    (
+        {"layer_types": ["sliding_attention"]},
+        r"layer_types must be \[\"full_attention\"\] because head \w+ has no window",
+    ),
+    ({"use_sliding_window": True}, r"use_sliding_window must be false because head \w+ has no window, but is true"),
     ({"sliding_window": 64, **NO_TYPES}, r"sliding_window must be null or .* is 64"),
     ({"is_causal": False}, r"is_causal must be true"),
     ({"num_hidden_layers": 99}, r"num_hidden_layers must be \d"),
@@ -162,7 +168,7 @@ WRONG_TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("eagle3", adding(layers__0__hidden_norm__weight=torch.ones(64)), r"a tensor must have one name, but \S+ and \S+"),
     ("eagle3", adding(fc__weight=torch.zeros(64, 128, dtype=torch.float8_e4m3fn)), r"fc\.weight must hold flo"),
     ("mtp", without("layers.0.self_attn.qkv_proj"), r"self_attn\.k_proj\.weight must be of shape .* is absent"),
-    ("mimo", without("model.mtp_layers."), r"with an MTP layer .*, but .* holds a MiMoForCausalLM; choose"),
+    ("mimo", without("model.mtp_layers."), r"num_nextn_predict_layers=1, but lack model\.mtp_layers\.0\.token"),
     ("deepseek", adding(**{f"{BEHIND}self_attn__q_norm__weight": torch.ones(64)}), r"q_norm\.weight must be absent"),
     (
         "deepseek", lambda tensors: {name.replace("layers.2.", "layers.9."): x for name, x in tensors.items()},
