@@ -257,7 +257,7 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
         if (kind := head_rope_parameters(own)["rope_type"]) not in STATIC_ROPE_TYPES:
             raise ValueError(f"rope_type {kind}, which changes with the length of the text")
-        if any(isinstance(value, dict) for value in own.rope_parameters.values()):
+        if any(isinstance(value, dict) for value in (own.rope_parameters or {}).values()):
             raise ValueError("RoPE that differs by layer")
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UserError(
