@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +16,15 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
+from mtptrain.data.prompt_files import describe_refusals
 from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, TEXT_NAMES, RowFormat, parse_row, text_of
 from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS
 from mtptrain.target.hub import HUB_ERRORS
 from mtptrain.utils.errors import UserError, reason_of
 
-from .prompts_report import group_refusals
 from .renderings import EncodedItem, RenderedConversation, encode_conversations, render_conversation
 
-REASONS_SHOWN = 3
 PARQUET = ".parquet"
 JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 QUOTED = "all texts in the quotes of JSON, which datasets adds where a column holds values of unlike types"
@@ -86,12 +86,10 @@ class Source:
                 self.origins.append((path, rows, index))
                 self.passed_over |= passed_over
             if len(self.names) == num_before:
-                groups = group_refusals(refused)[:REASONS_SHOWN]
-                reasons = "".join(f", {group.count:,} refused ({group.reason})" for group in groups)
+                said = describe_refusals(len(refused), Counter(refused.values()))
                 raise UserError(
-                    f"prompts.paths: every file must hold at least one usable row, but {path} holds none of "
-                    f"{len(refused):,}{reasons}; convert the data, or correct prompts.source, prompts.paths, "
-                    "prompts.schema or prompts.roles"
+                    f"{path}: {said}; every file must hold at least one usable row: convert the data, or correct "
+                    "prompts.source, prompts.paths, prompts.schema or prompts.roles"
                 )
             quoted = [location for location, reason in refused.items() if reason == QUOTED]
             if len(quoted) > max(1, MOST_QUOTED * len(rows)):

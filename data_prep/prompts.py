@@ -19,11 +19,13 @@ from mtptrain.config import PipelineConfig, PromptsConfig
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import (
+    REPORT_FILE,
     SCHEMA_VERSION,
     DocumentEntry,
     Documents,
     PromptsManifest,
     Split,
+    describe_refusals,
     is_held_out,
     name_hash,
 )
@@ -77,7 +79,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])
-    write_json(stage_dir / "report.json", asdict(report) | {"counts": {name: counts[name] for name in COUNTS}})
+    write_json(stage_dir / REPORT_FILE, asdict(report) | {"counts": {name: counts[name] for name in COUNTS}})
     sizes = [counts[f"{split}_{name}"] for split in Split for name in ("documents", "tokens")]
     identity = TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json)
     PromptsManifest(SCHEMA_VERSION, identity, vocab_size, prompts.max_document_tokens, *sizes).write(stage_dir)
@@ -201,24 +203,20 @@ def check_vocabulary(item: EncodedItem, vocab_size: int, location: str) -> None:
 
 def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
     """Refuse prompts of which a split is empty, or that train nothing."""
-    empty: Sequence[str] = [split for split, documents in splits.items() if not len(documents)]
-    num_refused = sum(group.count for group in report.refused)
-    reasons = ", ".join(f"{group.count:,} ({group.reason})" for group in report.refused)
-    refused = f"{num_refused:,} of {report.counts['items']:,} items were refused{': ' if reasons else ''}{reasons}"
+    refused = {group.reason: group.count for group in report.refused}
+    empty = [f"{split} holds none" for split, documents in splits.items() if not len(documents)]
+    train = splits[Split.train]
+    if len(train) and not any(has_drafts(train.mask(i)) for i in range(len(train))):
+        empty.append(f"train holds {len(train):,} in which no token can be drafted")
     if empty:
         raise UserError(
-            f"prompts.paths: {refused}; each split must hold a document, with an answer after exactly the prompt that "
-            f"a server sends if it is a conversation, but {' and '.join(empty)} hold none of "
-            f"{report.counts['questions']:,} different questions or files: "
-            f"{report.counts['windows_unsupervised']} windows without a supervised token; correct "
-            f"prompts.paths, prompts.pattern ({prompts.pattern}), prompts.validation_fraction "
-            f"({prompts.validation_fraction}), prompts.max_train_tokens ({prompts.max_train_tokens}), the data or the "
-            "chat template, or let the target answer (mtptrain responses, prompts.source=responses)"
-        )
-    train = splits[Split.train]
-    if not any(has_drafts(train.mask(i)) for i in range(len(train))):
-        raise UserError(
-            f"prompts.paths: {refused}; the train split must hold a document in which two generated tokens follow "
-            f"another token, since a head drafts from the second on, but none of its {len(train):,} documents does "
-            f"with prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
+            f"prompts.paths: {describe_refusals(report.counts['items'], refused)}; each split must hold a "
+            "document, with an answer after exactly the prompt that a server sends if it is a conversation, and train "
+            f"one in which two generated tokens follow another token, but {' and '.join(empty)}, of "
+            f"{report.counts['questions']:,} different questions or files, with "
+            f"{report.counts['windows_unsupervised']} windows without a supervised token; correct prompts.paths, "
+            f"prompts.pattern ({prompts.pattern}), prompts.validation_fraction ({prompts.validation_fraction}), "
+            f"prompts.max_train_tokens ({prompts.max_train_tokens}), prompts.max_document_tokens "
+            f"({prompts.max_document_tokens}), the data or the chat template, or let the target answer (mtptrain "
+            "responses, prompts.source=responses)"
         )

@@ -7,7 +7,8 @@ document. `manifest.json` records the tokenizer and the number of documents and 
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,15 +20,10 @@ from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.stage_dir import require
-from mtptrain.utils.files import (
-    read_manifest,
-    save_tensors,
-    write_sealed,
-    write_text,
-)
+from mtptrain.utils.files import read_json, read_manifest, save_tensors, write_sealed, write_text
 
 SCHEMA_VERSION = 2
-DOCUMENTS_FILE = "documents.jsonl"
+DOCUMENTS_FILE, REPORT_FILE = "documents.jsonl", "report.json"
 AGAIN = "run mtptrain prompts again"
 
 
@@ -146,6 +142,18 @@ def require_prompts(directory: Path, name: str) -> Path:
     require(directory / "manifest.json", "mtptrain prompts")
     PromptsManifest.read(directory, [name])
     return directory / name
+
+
+def describe_refusals(num_items: int, refused: Mapping[str, int]) -> str:
+    """Returns how many items of a source were refused, and the most frequent reasons, whose counts are given."""
+    reasons = ", ".join(f"{count:,} ({reason})" for reason, count in Counter(refused).most_common(3))
+    return f"{sum(refused.values()):,} of {num_items:,} items were refused{reasons and f': {reasons}'}"
+
+
+def refusals_of(directory: Path) -> str:
+    """Returns what `describe_refusals` says of finished prompts."""
+    report = read_json(directory / REPORT_FILE, AGAIN, ["counts", "refused"])
+    return describe_refusals(report["counts"]["items"], {each["reason"]: each["count"] for each in report["refused"]})
 
 
 def name_hash(name: str) -> float:

@@ -7,7 +7,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from mtptrain.config import AcceptanceConfig, PromptsConfig
-from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
+from mtptrain.data.prompt_files import (
+    DOCUMENTS_FILE,
+    DocumentEntry,
+    Documents,
+    Split,
+    name_hash,
+    refusals_of,
+    require_prompts,
+)
 from mtptrain.data.rows import RowFormat
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts, tokens_to_fit
@@ -111,7 +119,15 @@ def held_out_documents(prompts_dir: Path, part: HeldOut) -> Documents:
     require_prompts(prompts_dir, DOCUMENTS_FILE)
     every_entry = DocumentEntry.read_all(prompts_dir)
     entries = [every_entry[document_id] for document_id in documents.document_ids]
-    chosen = groups_of(part, {entry.group for entry in entries})
+    groups = {entry.group for entry in entries}
+    chosen = groups_of(part, groups)
+    if not chosen:
+        raise UserError(
+            f"prompts.validation_fraction: {refusals_of(prompts_dir)}; it must hold out at least 2 files or questions, "
+            f"one to choose the best head by and one to report on, but holds out {len(groups)}; raise it and run "
+            "mtptrain prompts and mtptrain hidden-states again; or train with train.validation_prompts=0 and run no "
+            "mtptrain choose-head"
+        )
     indices = [index for index, entry in enumerate(entries) if entry.group in chosen]
     if not documents.loss_mask.all():
         indices = first_answers(documents, entries, indices)
@@ -128,14 +144,7 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     in_order = sorted(groups, key=_choosing_hash)
     num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
     num_choosing = min(max(num_choosing, 1), len(groups) - 1)
-    chosen = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
-    if not chosen:
-        raise UserError(
-            "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
-            f"and one to report on, but holds out {len(groups)}; raise it and run mtptrain prompts and "
-            "mtptrain hidden-states again; or train with train.validation_prompts=0 and run no mtptrain choose-head"
-        )
-    return chosen
+    return set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
 
 
 def _choosing_hash(group: str) -> float:

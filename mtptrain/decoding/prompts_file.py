@@ -5,8 +5,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, refuse_dropped_prompts, tokenize_rendered
@@ -17,8 +18,15 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, refuse_lone_surrogates
 
 KINDS = ("input_ids", "text", "messages", "turns")
-"""Columns of which each line has one: the prompt itself."""
+"""Columns of which each row has one: the prompt itself."""
 ID_COLUMNS = ("id", "question_id")
+TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(ID_COLUMNS, (str | int, "a string or an integer")),
+    "input_ids": (list[int], "a list of integers"),
+    "text": (str, "a string"),
+    "turns": (Annotated[list[str], Field(min_length=1)], "a list of at least one string"),
+}
+"""The types of these columns, and what messages call them. Those of messages are known to mtptrain/data/rows.py."""
 REFERENCE_COLUMNS = ("reference", "references", "reference_answer")
 """Columns that hold answers to the prompt, which are not read."""
 
@@ -69,7 +77,7 @@ def read_prompts_file(
         if content is BLANK:
             continue
         row, messages, input_ids = _prompt_of(content, f"{path}:{number}", tokenizer, form)
-        prompt_id = _id_of(row, f"{path}:{number}")
+        prompt_id = str(next(row[name] for name in ID_COLUMNS if name in row))
         if prompt_id in prompts.input_ids:
             raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
@@ -90,13 +98,6 @@ def read_prompts_file(
     return prompts
 
 
-def _id_of(row: dict[str, Any], where: str) -> str:
-    column = next(name for name in ID_COLUMNS if name in row)
-    if type(row[column]) not in (str, int):
-        raise UserError(f"{where}: {column} must be a string or an integer, but is {str(row[column])[:40]}; correct it")
-    return str(row[column])
-
-
 def _prompt_of(
     content: Any, where: str, tokenizer: PreTrainedTokenizerBase, form: RowFormat
 ) -> tuple[dict[str, Any], list[Message], list[int]]:
@@ -110,6 +111,12 @@ def _prompt_of(
             f"{where}: a row must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
             f"{keys}; correct it"
         )
+    for name in row.keys() & TYPES.keys():
+        kind, words = TYPES[name]
+        try:
+            TypeAdapter(kind).validate_python(row[name], strict=True)
+        except ValidationError:
+            raise UserError(f"{where}: {name} must be {words}, but is {str(row[name])[:40]}; correct it") from None
     passed_over = {*kinds, *ID_COLUMNS, "category", *REFERENCE_COLUMNS, *TRAIN_FLAGS, *form.metadata}
     others = {name: value for name, value in row.items() if name not in passed_over}
     try:
@@ -118,24 +125,11 @@ def _prompt_of(
             return row, messages, _render_whole(tokenizer, messages, where)
         pass_over("column", others)
         if kinds[0] == "turns":
-            turns = row["turns"]
-            if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-                raise UserError(
-                    f"{where}: turns must be a list of at least one string, but is {str(turns)[:40]}; correct it"
-                )
-            messages, _ = parse_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
+            messages, _ = parse_row({"messages": [{"role": "user", "content": turn} for turn in row["turns"]]})
             return row, messages, _render_whole(tokenizer, messages[:1], where)
     except ConversationRefused as refused:
         raise UserError(f"{where}: must be read as a whole, but cannot be: {refused}; correct it") from refused
-    if kinds[0] == "input_ids":
-        if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
-            raise UserError(
-                f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
-            )
-        return row, [], row["input_ids"]
-    if not isinstance(row["text"], str):
-        raise UserError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
-    return row, [], list(tokenizer(row["text"])["input_ids"])
+    return row, [], row["input_ids"] if kinds[0] == "input_ids" else list(tokenizer(row["text"])["input_ids"])
 
 
 def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> list[int]:

@@ -78,8 +78,11 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
     for name, message in (
         ("broken.jsonl", r"broken\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"),
         ("latin.jsonl", r"latin\.jsonl: must be UTF-8, but is not \('utf-8' codec"),
-        ("empty.jsonl", r"every file must hold at least one usable row, but .*empty\.jsonl holds none of 0; conv"),
-        ("odd.jsonl", r"none of 3, 2 refused \(no messages .*but prompt with.*\), 1 refused \(unknown role .*; conv"),
+        ("empty.jsonl", r"empty\.jsonl: 0 of 0 items were refused; every file must hold at least one usable row: conv"),
+        (
+            "odd.jsonl",
+            r"odd\.jsonl: 3 of 3 .* refused: 2 \(no messages .*but prompt with.*\), 1 \(unknown role .*;",
+        ),
         (
             "several.json",
             r"several\.json: must be JSON, but is not \(Extra data.*; .* one row in each line, or one array",

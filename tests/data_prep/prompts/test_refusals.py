@@ -27,16 +27,13 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
 ) -> None:
     small = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     for override, message in (
-        ("prompts.pattern='*.rs'", "0 of 0 items were refused; .* train and validation hold none of 0 .* correct prom"),
         (
-            "prompts.validation_fraction=1e-6",
-            r"\(empty\); .* but validation hold none of 41 different questions",
+            "prompts.pattern='*.rs'",
+            "0 of 0 items were refused; .* but train holds none and validation holds none",
         ),
-        ("prompts.validation_fraction=0.9999", "but train hold none of"),
-        (
-            "prompts.max_train_tokens=3",
-            r"^prompts.paths: 2 of 43 items were refused: 1 \(not UTF-8\), 1 \(empty\);",
-        ),
+        ("prompts.validation_fraction=1e-6", r"\(empty\); .* but validation holds none, of 41 different questions"),
+        ("prompts.validation_fraction=0.9999", "but train holds none, of"),
+        ("prompts.max_train_tokens=3", r"^prompts.paths: 2 of 43 items were refused: 1 \(not UTF-8\), 1 \(empty\);"),
         ("prompts.paths=[]", "must name at least one path with prompts.source=text_files, but is empty; set"),
         (f"target.path={small}", "target.path: token ids must be below the model's vocab_size 100, but file_"),
     ):
@@ -48,10 +45,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
     failing = make_target(tmp_path / "target", chat_template=template)
     none = "^prompts.paths: 20 of 20 items were refused: 20 "
     for turns, message in (
-        (
-            ("hello?", "answer {}"),
-            "0 of 20 items .* hold none of 1 different questions or files: 0 windows .* token;",
-        ),
+        (("hello?", "answer {}"), "0 of 20 items .* holds none, of 1 different questions or files, with 0 windows"),
         (("hello {}?",), none + r"\(no assistant turn\); .*, or let the target answer \("),
         (("hello {}?", "yes"), none + r"\(the chat template fails: ZeroDivisionErr"),
     ):
@@ -65,7 +59,7 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     target = f"target.path={make_target(tmp_path / 'target', chat_template=template)}"
     rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
     message = refusal(chat_config(rows, target))
-    assert "0 of 20 items were refused; the train split must hold a document in which two generated" in message
+    assert " in which no token can be drafted, of 20 different questions" in message
     report = prepare_prompts(Run(chat_config([*rows, *CHATS], target)))
     assert report.counts["without_drafts"] == 20
 
