@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from datasets import Dataset, DownloadManager, Json, ReadInstruction, load_dataset_builder
+from datasets import Dataset, DownloadManager, Json, LargeList, List, ReadInstruction, load_dataset_builder
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 from transformers import PreTrainedTokenizerBase
@@ -175,10 +175,10 @@ def _as_written(value: Any, feature: Any, name: str, path: str, is_tool: bool = 
                 stacklevel=1,
             )
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and isinstance(feature, Mapping):
         parts = ((key, _as_written(each, feature[key], key, path, is_tool)) for key, each in value.items())
         return {key: each for key, each in parts if each is not None or not is_tool}
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(feature, List | LargeList):
         return [_as_written(each, feature.feature, name, path, is_tool) for each in value]
     return value
 

@@ -33,7 +33,7 @@ def read_text_files(
         for error in unreadable:
             found[f"{Path(error.filename).relative_to(root).as_posix()}/"] = "a directory that cannot be read"
         for path in sorted(files):
-            if _is_match(path, pattern) and path.is_file():
+            if pattern.strip(".") and path.match(pattern) and path.is_file():
                 found[path.relative_to(root).as_posix()] = None
         for name, reason in found.items():
             if any(fnmatch(name, glob) for glob in exclude):
@@ -53,8 +53,3 @@ def read_text_files(
             if reason is not None:
                 refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
     return dict(sorted(texts.items())), refused
-
-
-def _is_match(path: Path, pattern: str) -> bool:
-    globs = pattern.split("/")
-    return all(fnmatch(part, glob) for part, glob in zip(path.parts[-len(globs) :], globs, strict=False))

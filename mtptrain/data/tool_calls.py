@@ -125,9 +125,9 @@ def _refuse_non_json(value: Any, name: str = "a tool or call") -> None:
     try:
         json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
+        origin = ", as datasets makes of texts that look like dates" if isinstance(error, TypeError) else ""
         raise ConversationRefused(
-            f"{name} of a tool or call, which is {type(value).__name__}, a value that JSON does not have ({error}): "
-            "write it as text, of which datasets and parquet make dates"
+            f"{name} in a tool or call must be a value of JSON, but is {type(value).__name__}{origin} ({error})"
         ) from None
 
 

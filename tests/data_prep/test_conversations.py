@@ -79,18 +79,9 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
         ("broken.jsonl", r"broken\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"),
         ("latin.jsonl", r"latin\.jsonl: must be UTF-8, but is not \('utf-8' codec"),
         ("empty.jsonl", r"empty\.jsonl: 0 of 0 items were refused; every file must hold at least one usable row: conv"),
-        (
-            "odd.jsonl",
-            r"odd\.jsonl: 3 of 3 .* refused: 2 \(no messages .*but prompt with.*\), 1 \(unknown role .*;",
-        ),
-        (
-            "several.json",
-            r"several\.json: must be JSON, but is not \(Extra data.*; .* one row in each line, or one array",
-        ),
-        (
-            "torn.jsonl.gz",
-            r"torn\.jsonl\.gz: must be a whole gzip file, as its first bytes say, but is not \(Compressed",
-        ),
+        ("odd.jsonl", r"odd\.jsonl: 3 of 3 .* refused: 2 \(no messages .*but prompt with.*\), 1 \(unknown role .*;"),
+        ("several.json", r"several\.json: must be JSON, but is not \(Extra data.*; .* one row in each line"),
+        ("torn.jsonl.gz", r"torn\.jsonl\.gz: must be a whole gzip file, as its first bytes say, but is not"),
         ("rows.parquet", r"rows\.parquet: must be a parquet file with rows, but cannot .* corresponds to no data"),
         ("bits.parquet", r"bits\.parquet: must be a parquet file with rows, but cannot be read"),
         ("chats.csv", r"must name \.jsonl, \.json, \.parquet files or hub data sets, but '.*chats\.csv' is neither"),
@@ -156,11 +147,3 @@ def test_texts_that_datasets_stored_as_json_are_named_and_their_added_quotes_sto
     load_dataset("json", data_files=files, split="train", cache_dir=tmp_path).to_parquet(path)
     with pytest.raises(UserError, match=r"parquet:2: a row must hold its .*, as 2 rows of 4 do, all texts in the quo"):
         read_conversations([str(path)])
-
-
-def test_calls_that_datasets_stored_as_json_keep_their_own_nulls(tmp_path: Path) -> None:
-    rows = [calling("yes", a=None), calling("no", b={"c": None}), calling("so", a=[1])]
-    Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "calls.parquet")
-    paths = [str(tmp_path / "calls.parquet"), write(tmp_path / "calls.jsonl", *rows)]
-    stored, local = ([*map(each.messages, range(3))] for each in (read_conversations([path]) for path in paths))
-    assert stored == local and stored[0][-1]["tool_calls"][0]["function"]["arguments"] == {"a": None}

@@ -90,55 +90,39 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message() -> None:
 
 def test_a_question_and_its_answer_in_two_columns_are_read_with_only_the_answer_trained() -> None:
     """The forms are those of TRL, Alpaca, OpenOrca, Nemotron, UltraFeedback and their like."""
-    more, old = (
-        [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}],
-        {**ANSWER, "weight": "0"},
-    )
-    read: tuple[tuple[dict[str, Any], list[dict[str, Any]], set[str]], ...] = (
-        ({"prompt": "hi", "completion": "yes"}, PARSED, set()),
-        ({"messages": None, "prompt": [QUESTION], "completion": [ANSWER]}, PARSED, set()),
-        ({"prompt": [SYSTEM, QUESTION], "completion": "yes"}, [SYSTEM, *PARSED], set()),
-        ({"prompt": "hi", "completion": [SHAREGPT[1], *more]}, [*PARSED, *more], set()),
-        ({"prompt": [*PARSED, QUESTION], "completion": [ANSWER]}, [QUESTION, old, *PARSED], set()),
-        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]}, PARSED, {"rejected"}),
-        (
-            {"prompt": "hi", "chosen": PARSED, "rejected": PARSED, "score_chosen": 9},
-            PARSED,
-            {"rejected", "score_chosen"},
-        ),
-        ({"chosen": PARSED, "rejected": PARSED}, PARSED, {"rejected"}),
-        ({"instruction": "hi", "output": "yes"}, PARSED, set()),
-        ({"instruction": "hi", "input": "", "output": "yes", "text": "### hi"}, PARSED, {"text"}),
-        ({"instruction": "add", "input": "[]", "output": "null"}, chat_of("add\n[]", "null"), set()),
-        ({"system_prompt": "Be brief.", "question": "hi", "response": "yes"}, [SYSTEM, *PARSED], set()),
-        ({"instruction": "hi", "context": "it is", "response": "yes"}, chat_of("hi\nit is", "yes"), set()),
-        ({"input": [QUESTION], "output": "yes", "generator": "x"}, PARSED, {"generator"}),
-    )
-    for odd, messages, passed_over in read:
-        assert parse_row(odd) == (messages, passed_over)
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        (
-            {"text": "hi yes"},
-            "no messages (messages, conversations, conversation), and no question (prompt, instruction, ",
-        ),
+    more, old = chat_of("Sure?", "Yes."), {**ANSWER, "weight": "0"}
+    unread = {"rejected": PARSED, "score": 9, "text": "### hi"}
+    read: list[tuple[dict[str, Any], list[Any]]] = [
+        ({"prompt": "hi", "completion": "yes"}, PARSED),
+        ({"messages": None, "prompt": [QUESTION], "completion": [ANSWER]}, PARSED),
+        ({"prompt": [SYSTEM, QUESTION], "completion": "yes"}, [SYSTEM, *PARSED]),
+        ({"prompt": "hi", "completion": [SHAREGPT[1], *more]}, [*PARSED, *more]),
+        ({"prompt": [*PARSED, QUESTION], "completion": [ANSWER]}, [QUESTION, old, *PARSED]),
+        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]}, PARSED),
+        ({"prompt": "hi", "chosen": PARSED, **unread}, PARSED),
+        ({"chosen": PARSED, **unread}, PARSED),
+        ({"instruction": "hi", "input": "", "output": "yes"}, PARSED),
+        ({"instruction": "add", "input": "[]", "output": "null"}, chat_of("add\n[]", "null")),
+        ({"instruction": "hi", "context": "it is", "response": "yes"}, chat_of("hi\nit is", "yes")),
+        ({"system_prompt": "Be brief.", "question": "hi", "response": "yes"}, [SYSTEM, *PARSED]),
+        ({"input": [QUESTION], "output": "yes"}, PARSED),
+    ]
+    for odd, messages in read:
+        assert parse_row(odd) == (messages, odd.keys() & unread.keys())
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"text": "hi yes"}, "no messages (messages, conversations, conversation), and no question (prompt, "),
         ({"prompt": "hi", "completion": " "}, f"but prompt with a value; write {EXAMPLE}"),
         ({"chosen": "Human: hi", "rejected": "x"}, "but chosen, rejected with a value; write"),
-        ({"prompt": "hi", "instruction": "ho", "output": "yes"}, "prompt and instruction, of which one is read (add"),
         ({"problem": "hi", "solution": "yes", "answer": "y"}, "answer and solution, of which one is read (add"),
         ({"instruction": "hi", "history": [["a", "b"]], "output": "yes"}, "instruction and history, of which one is"),
-        (
-            {"prompt": PARSED, "completion": "yes"},
-            "completion must begin with an answer to prompt, which ends before it",
-        ),
+        ({"prompt": PARSED, "completion": "yes"}, "completion must begin with an answer to prompt, which ends before"),
         ({"prompt": "ho", "chosen": PARSED}, "chosen must begin with an answer to prompt, which ends before it"),
         ({"prompt": [QUESTION], "input": "x", "output": "yes"}, "prompt must be text, but is list"),
         ({"prompt": {"role": "user"}, "completion": "yes"}, "column prompt must be a list of messages, but is dict"),
         ({"prompt": "hi", "completion": "yes", "label": True}, "column label, which may change what is trained"),
-    )
+    ]
     for odd, reason in refused:
         assert reason in refusal(odd)
-    both = {"problem": "hi", "solution": "yes", "answer": "y"}
-    assert parse_row(both, RowFormat(metadata=["answer"])) == (PARSED, set())
 
 
 def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
@@ -150,15 +134,13 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         "unknown role ['user']": [{"messages": [{"role": ["user"], "content": "hi"}]}],
         "text that is not valid Unicode": [chat({"content": "bad \ud83d"}), chat(None, {"thinking": "\ud83d"})],
         "content must be text, but is NoneType": [chat({"content": None})],
-        **{
-            f"content in parts ({kinds}), of which a single part of text is read": [chat({"content": parts})]
-            for kinds, parts in {
-                "text, text": [PART, PART],
-                "str": ["hi"],
-                "text with cache": [{**PART, "cache": 1}],
-                "image_url with image_url, text": [IMAGE, PART],
-            }.items()
-        },
+        "content in parts (text, text), of which a single part of text is read": [chat({"content": [PART] * 2})],
+        "content in parts (text with cache), of which a single part of text is read": [
+            chat({"content": [{**PART, "cache": 1}]})
+        ],
+        "content in parts (image_url with image_url, str), of which a single part of text is read": [
+            chat({"content": [IMAGE, "hi"]})
+        ],
         f"{keys} has keys content": [{"messages": [QUESTION, {"role": None, "content": "yes"}]}],
         f"{keys} has keys role": [{"messages": [QUESTION, {"role": "assistant"}]}],
         f"{keys} is str": [{"messages": [QUESTION, "yes"]}],

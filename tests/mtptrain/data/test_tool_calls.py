@@ -132,10 +132,9 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "a tool call with retries, of which": [calling(name="f", retries=3)],
     "a tool call with arguments and parameters, of which": [calling(name="f", arguments={"a": 1}, parameters={})],
     "an answer with an empty list of tool calls": [answering("<tool_call>[]</tool_call>")],
-    "a of a tool or call, which is float, a value that JSON does not have (": [
-        calling(name="f", arguments='{"a": NaN}')],
-    "a of a tool or call, which is str, a value that JSON does not have (": [calling(name="f", arguments=SURROGATE)],
-    "start of a tool or call, which is datetime, a value that JSON does not have (Object of": [
+    "a in a tool or call must be a value of JSON, but is float (": [calling(name="f", arguments='{"a": NaN}')],
+    "a in a tool or call must be a value of JSON, but is str (": [calling(name="f", arguments=SURROGATE)],
+    "start in a tool or call must be a value of JSON, but is datetime, as datasets makes of texts that": [
         calling(name="f", arguments={"all": [{"start": datetime(2024, 1, 2)}]})],
     "a tool that is not a function with a name": [openai_row([{**TOOL, "type": "custom"}]), openai_row([{"a": "x"}])],
     "a tool in text that is not JSON": [openai_row(["weather"])],
@@ -170,9 +169,13 @@ def test_nulls_that_parquet_fills_into_tools_and_calls_are_left_out_and_those_of
 
     rows = [row("weather", {"city": "Rome"}), row("time", {"zone": "CET"})]
     Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
-    nullable = row("weather", {"city": None})
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*rows, nullable]))
-    stored, written = (read_conversations([f"{tmp_path}/chats.{suffix}"]) for suffix in ("parquet", "jsonl"))
+    rows.append(row("weather", {"city": None, "days": [1, "two"]}))
+    Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "mixed.parquet")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    stored, mixed, written = (
+        read_conversations([f"{tmp_path}/{name}"]) for name in ("chats.parquet", "mixed.parquet", "chats.jsonl")
+    )
     assert [stored.messages(i) for i in range(2)] == [written.messages(i) for i in range(2)]
+    assert [mixed.messages(i) for i in range(3)] == [written.messages(i) for i in range(3)]
     assert written.messages(0)[0]["tools"] == rows[0]["tools"]
-    assert written.messages(2)[1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
+    assert written.messages(2)[1]["tool_calls"][0]["function"]["arguments"] == {"city": None, "days": [1, "two"]}
