@@ -21,7 +21,7 @@ from tests.serving.ours import OnDisk
 NUM_REQUESTS = 6
 SETTINGS = (
     *("acceptance.num_prompts=4", "serving_bench.concurrency=[1,2]", f"serving_bench.num_requests={NUM_REQUESTS}"),
-    *("serving_bench.ignore_eos=true"),
+    "serving_bench.ignore_eos=true",
 )
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,13 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
         settings = (*SETTINGS, f"serving.url={url}", f"serving.output_dir={tmp_path}")
         result = run_program("serving-bench", *overrides, *settings)
         assert result.returncode == 0, result.stderr[-3000:]
-        counts = VllmServer(url).counts_since(before, 2 * NUM_REQUESTS)
+        counts = VllmServer(url).counts_since(before, 2 + 2 * NUM_REQUESTS)  # two warm up
     rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
+    warmup = json.loads((tmp_path / "serving_bench/load_server_warmup.json").read_text())["counts"]
     assert counts is not None
-    assert (sum(row["rounds"] for row in rows), sum(row["drafted"] for row in rows)) == (counts.rounds, counts.drafted)
-    assert [sum(row["accepted_at"][i] for row in rows) for i in range(3)] == counts.accepted_at
+    for name in ("rounds", "drafted"):
+        assert sum(each[name] for each in (warmup, *rows)) == getattr(counts, name)
+    assert [sum(each["accepted_at"][i] for each in (warmup, *rows)) for i in range(3)] == counts.accepted_at
     assert [row["speed_up"] for row in rows] == [None, None]
     assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "K must be 3 for one request"
     # K must be 1 for two requests, except while the last request runs alone.
