@@ -74,8 +74,8 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if _ignores_windows(config):
         raise UserError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
-            f"those in {path}, which engines apply; remove sliding_window and layer_types from this file, or choose "
-            "another target"
+            f"those in {path}, which engines apply; choose another target, or, if this one was trained without them, "
+            "remove sliding_window and layer_types from a copy of this file"
         )
     return config
 

@@ -135,6 +135,12 @@ def check_target(target: Target) -> None:
     with short_limits(target):
         with refusing_errors(target, "the forward of transformers"), target.attention("eager"):
             own = target.model(input_ids=ids, use_cache=False).logits.to(target.device)
+        if not own.isfinite().all():
+            damaged = (name for name, weight in target.model.named_parameters() if not weight.isfinite().all())
+            raise UserError(
+                f"target.path: weights and logits must be finite, but {next(damaged, 'the logits of a text')} of a "
+                f"{target.config.model_type} in {own.dtype} has NaN or infinity; download the target again"
+            )
         with refusing_errors(target, "the forward of a text over a cache"):
             whole = target.forward(ids, positions, target.cache(NUM_TOKENS), (len(target.layers),))
             refuse_difference(target, "the logits of a text", target.logits(whole.postnorm_states), own)

@@ -4,6 +4,7 @@ None of their own Python code ever runs, whatever their configs name and whoever
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,13 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (read_target_config, IN_CONFIG),
     (load_tokenizer, IN_TOKENIZER),
     (load_frozen_parts, IN_WEIGHTS),
-    (load_whole, [(NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not")]),
+    (
+        load_whole,
+        [
+            (NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not"),
+            (added(**{UP: torch.full((96, 64), math.nan)}), rf"must be finite, but {UP} of a llama .* has NaN or inf"),
+        ],
+    ),
     (weights_fingerprint, [(index({}), f"/{INDEX}: must name the file of each tensor in weight_map, but does not")]),
     (
         load_last_layer,
