@@ -56,20 +56,14 @@ class Rope:
     This is neither a module nor a buffer, so that casting a head to bf16 does not round its frequencies.
     """
 
-    def __init__(self, head_dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int) -> None:
+    def __init__(self, head_dim: int, rope_parameters: Mapping[str, Any], max_positions: int) -> None:
         """Build the frequencies. Raises UserError for a type that transformers or engines cannot compute."""
         try:
             if rope_parameters.get("rope_type") not in STATIC_ROPE_TYPES:
                 raise ValueError(f"rope_type must be one of {', '.join(STATIC_ROPE_TYPES)}")
-            rotary = LlamaRotaryEmbedding(
-                LlamaConfig(
-                    hidden_size=head_dim,
-                    num_attention_heads=1,
-                    head_dim=head_dim,
-                    max_position_embeddings=max_position_embeddings,
-                    rope_parameters=dict(rope_parameters),
-                )
-            )
+            sizes: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
+            config = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=dict(rope_parameters))
+            rotary = LlamaRotaryEmbedding(config)
             self.theta = float(rope_parameters["rope_theta"])
         except (StrictDataclassError, ValueError, TypeError, KeyError) as error:  # the target's have been read before
             raise UserError(

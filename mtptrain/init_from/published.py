@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
@@ -25,10 +24,10 @@ from mtptrain.init_from.config_json import KINDS, ConfigJson, read_config, rope_
 from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings, renamed
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import HUB_ERRORS, weight_files
+from mtptrain.target.hub import MASK_EMBEDDING, resolve_target, weight_files
 from mtptrain.target.mimo import ARCHITECTURE as MIMO
 from mtptrain.target.mimo import MTP_LAYERS
-from mtptrain.utils.errors import UserError, reason_of
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import tensor_shapes
 
 MTP_LAYER = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(eh_proj|input_proj)\.weight$")
@@ -45,8 +44,6 @@ CLASSES = {
     **dict.fromkeys(("DFlash2DraftModel", "Qwen3DFlash2DraftModel"), "dflash2"),
 }
 """The head of each model class that config.json may name, with those of NeMo Automodel."""
-MASK_EMBEDDING = "mask_embedding.pt"
-"""A trained embedding of the mask token, which engines read from a file of its own."""
 IGNORED_SETTINGS = ("name", "ttt_steps", "init_from", "ignored_keys", "start_from_target", "anchors_per_document")
 """Settings that need not match a head's weights, or that are compared separately."""
 
@@ -149,16 +146,7 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
 
 def resolve_init(path: str) -> Path:
     """Returns the local directory of a head; a hub repository is downloaded if needed."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
-    except HUB_ERRORS as error:
-        raise UserError(
-            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and cannot be "
-            f"downloaded: {reason_of(error)}; correct the path, log in with `hf auth login` if the head is gated or "
-            "private, or download the head first"
-        ) from error
+    return Path(path) if Path(path).exists() else resolve_target(path, setting="head.init_from")
 
 
 def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Tensors:

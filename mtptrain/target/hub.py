@@ -19,12 +19,15 @@ HUB_ERRORS = (HTTPError, HFValidationError, OSError)
 
 DOWNLOAD_AGAIN = "download it again, or choose another target"
 
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A head's trained embedding of its mask token, which engines read from a file of its own."""
+
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path", is_whole: bool = True) -> Path:
-    """Returns the target's local directory. `path` is `demo`, a directory, a GGUF file, or a hub name.
+    """Returns a model's local directory. `path` is `demo`, a directory, a GGUF file, or a hub name.
 
     A hub repository is downloaded, as a whole or only its config.json, and a GGUF file dequantised, if that has not
     been done before. `setting` is the name of the setting, for error messages.
@@ -44,7 +47,7 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
             snapshot_download(
                 path,
                 revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", MASK_EMBEDDING],
                 ignore_patterns=["original/*", "consolidated*"],  # the same weights again, in another layout
             )
         )

@@ -7,8 +7,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from mtptrain.heads.attention.training import depth_attention
+from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
 from mtptrain.heads.packing import Packing
+from mtptrain.settings.heads import EagleConfig
 from mtptrain.target.families import check_rope
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.heads.dense import dense_depth_attention
@@ -92,6 +94,8 @@ def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is
         reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
         ours = rotate(query[0], *Rope(128, rope, 128).tables(torch.arange(100), torch.float32))
         torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
+        own = EagleHead(EagleConfig(rope_parameters=rope), LlamaConfig(**sizes)).self_attn.rope
+        assert torch.equal(own.inv_freq, Rope(128, rope, 128).inv_freq)
     for wrong in ({"rope_type": "dynamic", **TURNS}, {"rope_type": "linear", "rope_theta": 1e4}, {"rope_theta": 1e4}):
         with pytest.raises(UserError, match=r"head\.rope_parameters: must be a RoPE .*; correct it"):
             Rope(128, wrong, 128)

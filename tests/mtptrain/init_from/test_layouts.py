@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.table import ENGINES, engine_of
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.files import build_head
-from mtptrain.heads.layers import Attention
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS
 from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import HEAD_CONFIGS, DflashConfig, Eagle3Config, HeadConfig
@@ -107,10 +105,7 @@ SPECFORGE_DSPARK = {
     "confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark", "markov_rank": 4,
     "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
 }  # fmt: skip
-MODEL_OPT_DSPARK = {
-    "projector_type": "dspark", "shift_label": True, "markov_rank": 4, "markov_head_type": "vanilla",
-    "use_confidence_head": True, "causal": False,
-}  # fmt: skip
+MODEL_OPT_DSPARK = {"projector_type": "dspark", "shift_label": True, "markov_rank": 4, "use_confidence_head": True}
 PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
     ("EAGLE's authors", "eagle", HEAD_CONFIGS["eagle"](), {"architectures": ["LlamaForCausalLM"]}, ()),
     ("EAGLE's authors", "eagle3", EAGLE3, {"architectures": ["LlamaForCausalLM"]}, ()),
@@ -144,8 +139,7 @@ PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
 OF_TENSORS: dict[tuple[str, str], Callable[[Tensors], Tensors]] = {
     ("EAGLE's authors", "eagle3"): as_published,
     ("ModelOpt", "dspark"): lambda tensors: {
-        name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): x
-        for name, x in tensors.items()
+        name.removeprefix("markov_head.").replace("ence_head.proj", "ence_proj"): x for name, x in tensors.items()
     },
     ("DeepSpec", "dspark"): lambda tensors: without("markov_head.")(without("confidence_head.")(tensors)),
 }
@@ -186,11 +180,7 @@ REFUSED_OF_SPECULATORS: list[tuple[str, Changes, str]] = [
     ("dflash", {"speculators_model_type": ["dflash"]}, r"model_type must be one of eagle3, .* are \[\"dflash"),
     ("dflash", {"transformer_layer_config": None}, r"layer_config must hold settings, but they are .* null"),
     ("dflash", {"num_hidden_layers": 3}, r"config\.num_hidden_layers must be the same as num_hidden_layers"),
-    (
-        "dflash",
-        {"dflash_config": {"target_layer_ids": [1, 2]}},
-        r"ids according to aux_hid\w+ must be the same as dflash",
-    ),
+    ("dflash", {"dflash_config": {"target_layer_ids": [1, 2]}}, r"ids according to aux_hid\w+ must be the same as"),
     ("mixed, not causal", {"is_causal": True}, r"is_causal according to sliding_window_non_causal must be the same as"),
     ("dspark", {"speculators_config": {"algorithm": "dflash"}}, r"\.algorithm must be the same as speculators_model_t"),
     ("dflash", {"aux_hidden_state_layer_ids": [True, 2]}, r"aux_hidden_state_layer_ids must be a list of layer ids"),
@@ -308,10 +298,7 @@ def test_a_head_is_read_with_the_rope_that_it_was_trained_with(heads: dict[str, 
     for kind in ("mimo", "dflash", "eagle"):
         head, changes = heads[kind], {"rope_parameters": None, "rope_scaling": YARN}
         for rope in (YARN, plain):  # projects may add scaling at the export
-            own = head.of(replace(head.config, rope_parameters=rope))
-            own.is_read(changes)
-            modules = build_head(own.config, TargetFiles(own.target_dir).config).modules()
-            assert {each.rope.theta for each in modules if isinstance(each, Attention)} == {5e5}
+            head.of(replace(head.config, rope_parameters=rope)).is_read(changes)
         argument = r"set '\+head\.rope_parameters=\{rope_type:default,rope_theta:500000\.0\}'"
         head.refuses({"rope_parameters": {"rope_theta": 5e5}}, argument)
     # ModelOpt adds it to heads that it trained without: that these have the target's RoPE is not silent either.

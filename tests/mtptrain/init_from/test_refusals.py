@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,14 +34,8 @@ OF_LAYERS: Refusals = [
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
-    (
-        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
-        r"rope_scaling must be the same as rope_parameters",
-    ),
-    (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        r"must be readable .* rope_type dynamic, which chan",
-    ),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, r"rope_scaling must be the same as rope_par"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"must be readable .* rope_type dynamic, w"),
     ({"rope_parameters": {"full_attention": {}}}, r"must be readable .* RoPE that differs by layer; ch"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; choose"),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
@@ -50,16 +43,13 @@ OF_LAYERS: Refusals = [
 ]
 NO_TYPES = {"layer_types": None, "use_sliding_window": None}
 OF_HEADS_WITHOUT_WINDOWS: Refusals = [
-    (
-        {"layer_types": ["sliding_attention"]},
-        r"layer_types must be \[\"full_attention\"\] because head \w+ has no window",
-    ),
+    ({"layer_types": ["sliding_attention"]}, r"layer_types must be \[\"full_attention\"\] because head \w+ ha"),
     ({"use_sliding_window": True}, r"use_sliding_window must be false because head \w+ has no window, but is true"),
     ({"sliding_window": 64, **NO_TYPES}, r"sliding_window must be null or .* is 64"),
     ({"is_causal": False}, r"is_causal must be true"),
     ({"num_hidden_layers": 99}, r"num_hidden_layers must be \d"),
 ]
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS, SWA_OF_32 = "eagle_aux_hidden_state_layer_ids", {"use_swa": True, "swa_window_size": 32}
 OF_KIND: dict[str, Refusals] = {
     "mtp": [({"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers must be 1")],
     "deepseek": [
@@ -70,17 +60,10 @@ OF_KIND: dict[str, Refusals] = {
         ({"num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2 the number of captured layers, but is 3"),
         ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48 the rows of the lm_head .*, but is 96"),
         ({"norm_output": "yes"}, r'norm_output must be true or false, but is "yes"'),
-        ({"eagle_config": {IDS: [0, 2]}}, r"must be the same as eagle_aux_hidden_state_"),
-        (
-            {"eagle_config": {"norm_before_fc": True}, "norm_before_fc": False},
-            r"\.norm_before_fc must be the same as norm_be",
-        ),
+        ({"eagle_config": {"norm_before_fc": True}, "norm_before_fc": False}, r"fc must be the same as norm_before"),
         ({"fc_norm": False, "use_aux_norm": True}, r"use_aux_norm must be the same as fc_norm, false, but is true"),
         ({"norm_before_fc": True}, r"norm_before_fc must be false as input_norm\.weight is absent, but is true"),
-        (
-            {"norm_output": None, "eagle_config": {"return_hidden_post_norm": True}},
-            r"head\.norm_output \(True there, False here\)",
-        ),
+        ({"norm_output": None, "eagle_config": {"return_hidden_post_norm": True}}, r"head\.norm_output \(True th"),
         ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false as in our"),
         ({"mask_token_id": 3}, r"mask_token_id must be left out, because the head has no mask_hidden, but is 3"),
         ({"attention_bias": True}, r"attention_bias must be false, because the files have no q_proj\.bias, but is tru"),
@@ -102,21 +85,14 @@ OF_KIND: dict[str, Refusals] = {
         ({"dflash_config": {"query_zero_predicts_next": True}}, r"dflash_config\.query_zero\w+ must be false because"),
         ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false because engines draft"),
         (
-            {"query_zero_predicts_next": True, "sample_from_anchor": False},
-            r"sample_from_anchor must be the same as query_zero_predicts_next, true, but is false; correct a copy",
+            {"sample_from_anchor": False, "query_zero_predicts_next": True},
+            r"must be the same as \w+, .*; correct a copy",
         ),
         ({"dflash_config": {"projector_type": "domino"}}, r"projector_type must be \"dflash\" for a DFlashDraftModel"),
         ({"dflash_config": {"attention_sink_bias": True}}, r"dflash_config\.attention_sink_bias must be false as in"),
         ({"is_causal": False, "dflash_config": {"causal": True}}, r"dflash_config\.causal must be the same as is_caus"),
-        (
-            {"sliding_window": 64, "dflash_config": {"use_swa": True, "swa_window_size": 32}},
-            r"sliding_window must be the same as swa_window_size, 32, but is 64",
-        ),
+        ({"sliding_window": 64, "dflash_config": SWA_OF_32}, r"sliding_window must be the same as swa_window_size, 32"),
         ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is"),
-        (
-            {"mask_token_id": 9},
-            r"mask_token_id must be the same as \S+, 7, but is 9|mask_token_id .* as \w+, 9, but is 7",
-        ),
         ({IDS: [1, 3]}, r"layer_ids must be \[1, 2\] as target_layer_ids says, counted from 1, but is \[1, 3\]"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
     ],
@@ -134,9 +110,7 @@ OF_KIND: dict[str, Refusals] = {
 def test_a_head_that_ties_its_lm_head_is_refused_if_the_target_does_not(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", tie_word_embeddings=False)
     head = Stored(tmp_path, DFLASH, target, write(tmp_path, "vllm", DFLASH, target))
-    head.refuses(
-        {"tie_word_embeddings": True}, r"tie_word_embeddings must be false because the target's lm_head, which"
-    )
+    head.refuses({"tie_word_embeddings": True}, r"tie_word_embeddings must be false because the target's lm_hea")
 
 
 def test_a_config_that_cannot_be_honoured_is_refused_by_the_key(heads: dict[str, Stored]) -> None:
@@ -203,7 +177,7 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
 def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str, Stored]) -> None:
     target = TargetFiles(heads["eagle3"].target_dir)
     missing = r"weights must be safetensors files, but .* does not exist; convert or download"
-    with pytest.raises(UserError, match=r"head\.init_from: must be a local directory or a hub name, but '.*none' is"):
+    with pytest.raises(UserError, match=r"head\.init_from: must be a local directory, .*none' is"):
         load_init(f"{tmp_path}/none", MTP, target)
     with pytest.raises(UserError, match=missing):
         load_init(str(tmp_path), MTP, target)
@@ -228,12 +202,3 @@ def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str
             head.is_read() if message is None else head.refuses({}, message)
         finally:
             beside.unlink()
-
-
-def test_a_head_that_cannot_be_downloaded_is_refused(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reasons are those of a target, see test_refused_targets.py."""
-    gated = OSError("401 Client Error.\n\nCannot access gated repo for url https://hub/no/head.")
-    monkeypatch.setattr("mtptrain.init_from.published.snapshot_download", Mock(side_effect=gated))
-    reason = r"401 .* gated repo for url https://hub/no/head\.; correct the path, log in with `hf auth login` if"
-    with pytest.raises(UserError, match=f"'no/head' is not .* cannot be downloaded: {reason}"):
-        load_init("no/head", MTP, TargetFiles(tiny_target))

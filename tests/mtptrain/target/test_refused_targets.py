@@ -90,6 +90,7 @@ NOT_RUN = (
     "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
 )
 NO_NORM = tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"})
+NAN, IS_NAN = added(**{UP: torch.full((96, 64), math.nan)}), rf"must be finite, but {UP} of a llama .* has NaN or inf"
 Cases = list[tuple[Damage, str]]
 IN_CONFIG: Cases = [
     (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
@@ -142,13 +143,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (read_target_config, IN_CONFIG),
     (load_tokenizer, IN_TOKENIZER),
     (load_frozen_parts, IN_WEIGHTS),
-    (
-        load_whole,
-        [
-            (NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not"),
-            (added(**{UP: torch.full((96, 64), math.nan)}), rf"must be finite, but {UP} of a llama .* has NaN or inf"),
-        ],
-    ),
+    (load_whole, [(NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not"), (NAN, IS_NAN)]),
     (weights_fingerprint, [(index({}), f"/{INDEX}: must name the file of each tensor in weight_map, but does not")]),
     (
         load_last_layer,
