@@ -8,12 +8,11 @@ from pathlib import Path
 from safetensors import safe_open
 
 from mtptrain.heads.base import Tensors
-from mtptrain.target.hub import weight_files
+from mtptrain.target.hub import INDEX, weight_files
 from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of the target's tokenizer and generation settings."""
-INDEX = "model.safetensors.index.json"
 
 
 def add_target_files(

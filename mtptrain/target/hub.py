@@ -22,6 +22,9 @@ DOWNLOAD_AGAIN = "download it again, or choose another target"
 MASK_EMBEDDING = "mask_embedding.pt"
 """A head's trained embedding of its mask token, which engines read from a file of its own."""
 
+INDEX = "model.safetensors.index.json"
+"""The file of a sharded checkpoint that names the file of each tensor."""
+
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
@@ -97,7 +100,7 @@ def weight_files(target_dir: Path) -> list[Path]:
 
     Without an index, `model.safetensors` is the whole checkpoint, whatever is beside it.
     """
-    index, single = target_dir / "model.safetensors.index.json", target_dir / "model.safetensors"
+    index, single = target_dir / INDEX, target_dir / "model.safetensors"
     if index.is_file():
         files = [target_dir / name for name in indexed_files(index)]
         if single.is_file() and single not in files:

@@ -18,10 +18,10 @@ from mtptrain.target.causal_attention import MaskOf
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_weights, refuse_missing
-from mtptrain.target.hub import weight_files
+from mtptrain.target.hub import INDEX, weight_files
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError, error_summary
-from mtptrain.utils.files import tensor_shapes
+from mtptrain.utils.files import read_json, tensor_shapes
 
 FITTING_SHARE = 0.8
 """Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
@@ -80,6 +80,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a target that `load_target` could not place, before any long work."""
     check_weights(target_dir)
+    if (index := target_dir / INDEX).is_file():  # transformers would end in a KeyError
+        read_json(index, 'add "metadata": {}, which transformers reads', ["metadata"])
     check_quantisation(target_dir, dtype, device)
     if needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.table import format_for
-from mtptrain.engines.target_files import INDEX
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
@@ -18,6 +17,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.init_from.start import load_head, load_init, trained_or_initial_head
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import INDEX
 from tests.conftest import tiers
 from tests.families import IMAGE_MODELS, write_image_model
 from tests.mtptrain.init_from.written_heads import assert_equal, without

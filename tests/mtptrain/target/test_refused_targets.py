@@ -149,7 +149,13 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
         load_last_layer,
         [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNQUANTISED.format(*[UP[:-7]] * 2))],
     ),
-    (place, [(change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel"))]),
+    (
+        place,
+        [
+            (change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel")),
+            (index({"weight_map": {"a": WEIGHTS}}), rf"{INDEX}: must have the entries metadata, but lacks metadata"),
+        ],
+    ),
 ]
 
 
