@@ -127,6 +127,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"Head `{config.head.name}` for {config.export.engine} {engine.version}, as "
         f"`{form.architecture}`. Other versions may read it differently.",
         f"```\n{launch}\n```",
+        *filter(None, [engine.note_for_this_machine()]),
         measured,
         *filter(None, [engine.defaults_note(run.target.generation)]),
         *form.notes(),

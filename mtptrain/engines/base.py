@@ -102,6 +102,10 @@ class Engine(ABC):
             )
         return " ".join(sentences)
 
+    def note_for_this_machine(self) -> str:
+        """Returns what the command of a README needs on this machine beside the engine; "" for nothing."""
+        return ""
+
     def check_directory(self, directory: Path, form: Format) -> None:  # noqa: B027 (most take any)
         """Raises UserError if the engine would take an export in this folder for something else."""
 

@@ -1,5 +1,6 @@
 """Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing."""
 
+import ctypes
 import os
 import shlex
 import signal
@@ -11,6 +12,8 @@ from mtptrain.utils.masking import hide_passwords
 
 SPIN_COUNT = "1000"
 """How often a waiting thread of OpenMP looks before it sleeps, in our own programs."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent dies."""
 
 
 _started_stage: str | None = None
@@ -35,13 +38,16 @@ def command() -> str:
 
 
 def prepare_process() -> None:
-    """Set how OpenMP waits.
+    """Set how OpenMP waits, and let a rank of torchrun end with it.
 
+    A torchrun that is killed tells its ranks nothing, and those that still import would wait for each other for hours.
     OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy machine
     it may spin on the very core that is needed by the thread it waits for. docs/performance.md has measurements.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def without_own_settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -98,3 +98,16 @@ def test_ctrl_c_while_torch_is_imported_ends_the_process_at_once() -> None:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", -signal.SIGINT)
+
+
+def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:
+    rank = (
+        "import time, mtptrain.utils.startup as s; s.prepare_process(); print(1, flush=True); time.sleep(9); print(2)"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "run"}
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.stdout.read() == b"", "a rank that lives on would write more"

