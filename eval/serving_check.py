@@ -327,7 +327,8 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
         table.add_column(column, justify="right", no_wrap=True)
     for name, ours, theirs in comparison.rows:
         figures = [f"{figure:,}" if isinstance(figure, int) else f"{figure:.3f}" for figure in (ours, theirs)]
-        table.add_row(name, *figures, "equal" if ours == theirs else f"{100 * (theirs - ours) / max(ours, 1):+.2f} %")
+        difference = f"{100 * (theirs - ours) / ours:+.2f} %" if ours else ""
+        table.add_row(name, *figures, "equal" if ours == theirs else difference)
     wide_console(80).print(table)
     if comparison.our_counts_on_their_answers is not None:
         print(

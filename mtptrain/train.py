@@ -225,8 +225,8 @@ def warn_of_other_schedule(checkpoint: Path, settings: TrainConfig, num_steps: i
     if former != num_steps:
         before, now = (learning_rate(settings, step, steps) for steps in (former, num_steps))
         print(
-            f"WARNING train.max_steps: {checkpoint} is of a schedule of {former:,} steps, but this run has "
-            f"{num_steps:,}, to whose end the learning rate now falls: step {step + 1:,} has {now:.3g} instead of "
+            f"WARNING train.max_steps, train.epochs: {checkpoint} is of a schedule of {former:,} steps, but this run "
+            f"has {num_steps:,}, to whose end the learning rate now falls: step {step + 1:,} has {now:.3g} instead of "
             f"{before:.3g}",
             flush=True,
         )

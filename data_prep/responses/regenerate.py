@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +25,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import end_of_turn, render_prompt, require_chat_template, special_tokens
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.data.prompt_files import describe_refusals
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
@@ -83,10 +85,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
     sizes, refused = survey(conversations)
     if not sizes:
-        reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(refused))
         raise UserError(
-            "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
-            f"{', '.join(prompts.paths)} ({reasons}); correct the paths or the data"
+            f"prompts.paths: {describe_refusals(len(refused), Counter(refused.values()))}; {', '.join(prompts.paths)} "
+            "must hold at least one conversation that the target can answer: correct the paths or the data"
         )
     names = ["max_new_tokens", *([] if server else ["dtype", "batch_size"])]
     always = ("temperature", "top_p", "top_k")
