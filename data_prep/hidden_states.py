@@ -84,6 +84,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
+        run.announce_mask_token()
         announce(extraction)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:

@@ -7,6 +7,7 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 """
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,9 +29,11 @@ from mtptrain.data.prompt_files import (
     describe_refusals,
     is_held_out,
     name_hash,
+    unused_token,
 )
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
+from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
@@ -73,6 +76,10 @@ def prepare_prompts(run: Run) -> PromptsReport:
         counts[f"{split}_supervised_tokens"] = int(documents.loss_mask.sum())
         counts[f"{split}_longest"] = int(documents.lengths.max(initial=0))
     check_splits(splits, report, prompts)
+    beginnings = [encoding.input_ids for entry, encoding in windows.written if entry.window == 0]
+    elsewhere = texts_elsewhere(beginnings, tokenizer)
+    for difference in chats_elsewhere(run.target) if prompts.source.is_chat else elsewhere:
+        warnings.warn(difference, stacklevel=2)
 
     stage_dir = run.stage_dir("prompts")
     StageDir(stage_dir).record(run.config, "manifest.json")
@@ -82,7 +89,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     write_json(stage_dir / REPORT_FILE, asdict(report) | {"counts": {name: counts[name] for name in COUNTS}})
     sizes = [counts[f"{split}_{name}"] for split in Split for name in ("documents", "tokens")]
     identity = TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json)
-    PromptsManifest(SCHEMA_VERSION, identity, vocab_size, prompts.max_document_tokens, *sizes).write(stage_dir)
+    manifest = PromptsManifest(SCHEMA_VERSION, identity, vocab_size, prompts.max_document_tokens, *sizes)
+    replace(manifest, unused_token=unused_token(splits.values(), vocab_size)).write(stage_dir)
     return report
 
 

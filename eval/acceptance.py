@@ -72,7 +72,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     """Measure the head and the baselines on all ranks, and write and print the report on the first."""
     config, settings = run.config, run.config.acceptance
     dtype = getattr(torch, settings.dtype)
-    run_head = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, ranks.device)
+    run_head = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, ranks.device)
     trained_on = training_facts(run_head)  # refuses damaged records before the measurement
     prompts = read_prompts(settings, config.prompts, run.target, run.stage_dir("prompts"))
     model = None

@@ -26,6 +26,7 @@ from mtptrain.heads.files import (
     checked_weights,
     kept_heads,
     save_head,
+    stored_config,
 )
 from mtptrain.init_from.start import load_head
 from mtptrain.run import Run
@@ -87,14 +88,14 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Validated]:
     """Returns the figures of every head by step. All heads must belong to the target, which is loaded once."""
-    target, num_prompts = Run(config).target, config.train.validation_prompts or TrainConfig.validation_prompts
+    run, num_prompts = Run(config), config.train.validation_prompts or TrainConfig.validation_prompts
     documents = held_out_documents(config.stage_dir("prompts"), HeldOut.choosing)
-    validation = Validation(documents, num_prompts, config.head, config.train, config.acceptance, target, ranks)
+    validation = Validation(documents, num_prompts, run.head, config.train, config.acceptance, run.target, ranks)
     for directory in heads.values():
-        check_head_target(directory, target)
+        check_head_target(directory, run.target)
     measured = {}
     for number, (step, directory) in enumerate(heads.items(), 1):
-        _, head = load_head(str(directory), config.head, target, validation.dtype, ranks.device)
+        _, head = load_head(str(directory), run.head, run.target, validation.dtype, ranks.device)
         description = f"head of step {step}, {number} of {len(heads)}" if ranks.is_first else None
         measured[step] = validation.measure_head(head, description)
     return measured
@@ -105,7 +106,8 @@ def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> N
     facts = read_sealed(directory / "head.json", RESTORE)
     del facts["head"]
     facts |= measured.record()
-    save_head(config.stage_dir("train") / "best", load_file(checked_weights(directory)), config.head, facts)
+    best, weights = config.stage_dir("train") / "best", load_file(checked_weights(directory))
+    save_head(best, weights, stored_config(directory), facts)
 
 
 def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> dict[str, object]:

@@ -72,6 +72,6 @@ def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> S
 def check_head(run: Run, prompts: Prompts, num_drafts: int) -> str:
     """Returns the hash of the run's head."""
     dtype = getattr(torch, run.config.acceptance.dtype)
-    found = trained_or_initial_head(run.stage_dir("train"), run.config.head, run.target, dtype, torch.device("cpu"))
+    found = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, torch.device("cpu"))
     check_head_context(found.head, prompts, run.config.acceptance.max_new_tokens, num_drafts, "head")
     return found.sha256

@@ -145,7 +145,7 @@ def load_pair(run: Run) -> tuple[Target, RunHead]:
     """Returns the target and the run's head, both in `acceptance.dtype`."""
     config = run.config
     device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
-    found = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, device)
+    found = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, device)
     return load_target(run.target.directory, dtype, device), found
 
 

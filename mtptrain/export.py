@@ -8,11 +8,14 @@ the target's embeddings, final norm and lm_head, and the `report.json` of `mtptr
     mtptrain export recipe=quickstart export.engine=vllm
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import PipelineConfig, PromptSource
 from mtptrain.decoding.export_proof import prove_equal_proposals
 from mtptrain.engines.base import Engine
 from mtptrain.engines.exports import README, SERVING, export_dir
@@ -24,8 +27,10 @@ from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.generation import as_words
+from mtptrain.target.served_text import chats_elsewhere
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, write_sealed, write_text
+from mtptrain.utils.files import read_json, read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
 IMAGE_NOTE = (
@@ -45,12 +50,12 @@ def export(run: Run) -> None:
     stage_dir = export_dir(config)
     stage_dir.check_replaceable()
     output_dir = stage_dir.path
-    form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
+    form = format_for(config.export.engine, run.head, run.target.config, run.target.gguf)
     engine_of(config.export.engine).check_directory(output_dir, form)
     dtype, chosen = None, config.export.dtype
     if chosen is not ExportDtype.auto:
         dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
-    trained = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, torch.device("cpu"))
+    trained = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, torch.device("cpu"))
     if chosen is ExportDtype.q8_0:
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
@@ -63,7 +68,8 @@ def export(run: Run) -> None:
         check_tensors(directory, form)
         parts = load_frozen_parts(run.target.directory).to(torch.device("cpu"), torch.float32)
         num_proposed = prove_equal_proposals(parts, trained.head, reload_head(directory, form))
-        write_text(directory / README, readme(run, form, measured, output_dir))
+        facts = read_json(head_json) if (head_json := trained.directory / "head.json").is_file() else {}
+        write_text(directory / README, readme(run, form, measured, output_dir, facts.get("data", {})))
         hide_homes(directory)
         written = {
             "engine": config.export.engine,
@@ -117,9 +123,9 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
     )
 
 
-def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
-    """Returns the README: how to serve the directory, and its measured acceptance."""
-    config, engine = run.config, engine_of(run.config.export.engine)
+def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mapping[str, Any]) -> str:
+    """Returns the README: how to serve the directory, its measured acceptance, and facts of its training data."""
+    config, engine, is_chat = run.config, engine_of(run.config.export.engine), run.config.prompts.source.is_chat
     served = form.target_name(run.target.name_for_engines)
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
@@ -129,12 +135,29 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"```\n{launch}\n```",
         *filter(None, [engine.note_for_this_machine()]),
         measured,
+        *([data_note(data, run.target.tokenizer)] if data else []),
         *filter(None, [engine.defaults_note(run.target.generation)]),
         *form.notes(),
-        *([mode_note(run.target.template_kwargs_json, engine)] if config.prompts.source.is_chat else []),
+        *([mode_note(run.target.template_kwargs_json, engine)] if is_chat else []),
+        *(chats_elsewhere(run.target) if is_chat else ()),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def data_note(data: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what the README says about the data that the head was trained on."""
+    note = (
+        f"Trained on {data['documents']:,} documents ({data['source']}) with {data['tokens']:,} tokens, of which "
+        f"{data['supervised_tokens']:,} are supervised. The longest has {data['longest_document_tokens']:,} tokens; in "
+        "longer contexts fewer drafts may be accepted."
+    )
+    if PromptSource(data["source"]).is_chat:
+        ends = (f"`{tokenizer.decode([int(each)])}` ({each})" for each in data["answers_end_with"])
+        note += f" Most answers end with {' or '.join(ends)}, where a server must stop."
+    if data["sampling"]:
+        note += f" The target wrote the answers, sampled with {as_words(data['sampling'])}."
+    return note
 
 
 def mode_note(mode: str, engine: Engine) -> str:

@@ -1,14 +1,20 @@
 """Finds what the programs of one run share: its target, its prompts, and the identity of its hidden states."""
 
+import warnings
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
-from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
+from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts, unused_token
+from mtptrain.heads.files import stored_config
+from mtptrain.heads.peagle import mask_token_id
 from mtptrain.hidden_states.extraction.backend import choose_backend
+from mtptrain.settings.heads import DflashConfig, HeadConfig, PeagleConfig
 from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
@@ -32,6 +38,44 @@ class Run:
         target, template_kwargs = self.config.target, self.config.prompts.template_kwargs
         directory = resolve_target(target.path, target.revision)
         return TargetFiles(directory, target.path, target.revision, target.gguf, template_kwargs)
+
+    @cached_property
+    def head(self) -> HeadConfig:
+        """The settings of the head. A mask token that they leave out is one that no prompt has, or that of the head of
+        another run to start from."""
+        head, directory = self.config.head, self.stage_dir("prompts")
+        if not isinstance(head, PeagleConfig | DflashConfig) or head.mask_token_id is not None:
+            return head
+        if head.init_from is None:
+            chosen = PromptsManifest.read(directory).unused_token if (directory / "manifest.json").is_file() else None
+        else:
+            has_own = (Path(head.init_from) / "head.json").is_file()
+            chosen = getattr(stored_config(Path(head.init_from)) if has_own else None, "mask_token_id", None)
+        return replace(head, mask_token_id=chosen)
+
+    def announce_mask_token(self) -> None:
+        """Say which mask token is taken instead of the vocabulary's last token, or warn if prompts have the mask token.
+
+        A head cannot tell a mask from the same token in a text.
+        """
+        given, head = self.config.head, self.head
+        if not isinstance(head, PeagleConfig | DflashConfig):
+            return
+        documents, size = [self.documents(split) for split in Split], int(self.target.config.vocab_size)
+        mask = mask_token_id(head.mask_token_id, self.target.config)
+        looked_up = size - 1 if head != given and given.init_from is None else mask
+        found = np.concatenate([each.loss_mask[each.input_ids == looked_up] for each in documents])
+        occurs = (
+            f"{looked_up} ({self.target.tokenizer.decode([looked_up])!r}), which occurs {len(found):,} times in the "
+            f"{sum(map(len, documents)):,} documents of the prompts, {found.sum():,} of them supervised"
+        )
+        if mask != looked_up:
+            print(f"head.mask_token_id: {mask} is taken, which does not occur, instead of {occurs}", flush=True)
+        elif len(found):
+            advice = f"set head.mask_token_id={unused_token(documents, size)}, which does not occur"
+            if given.init_from is not None:
+                advice = "the head to start from keeps it, and may draft worse around it; choose another head or data"
+            warnings.warn(f"head.mask_token_id: must not occur in prompts, but is {occurs}; {advice}", stacklevel=2)
 
     @cached_property
     def backend(self) -> Backend:

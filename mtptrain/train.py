@@ -19,15 +19,15 @@ import os
 import signal
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from mtptrain.config import PipelineConfig, Tracker, TrainConfig
+from mtptrain.config import PipelineConfig, PromptSource, Tracker, TrainConfig
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
-from mtptrain.data.prompt_files import Split
+from mtptrain.data.prompt_files import Split, training_data_facts
 from mtptrain.decoding.prompts import HeldOut, check_document_lengths, held_out_documents
 from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads.base import Head
@@ -114,7 +114,8 @@ class Training:
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Facts saved with every head: the sha256 of its target's weights, the seed, and the chat template's arguments."""
+    """Facts saved with every head: the sha256 of its target's weights, the seed, the chat template's arguments, and
+    `data_facts`."""
 
     @property
     def stage_dir(self) -> Path:
@@ -123,7 +124,7 @@ class Training:
 
 def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     """Check every input, then build the engine, load the newest whole checkpoint, and remove what is newer than it."""
-    config, checkpoints = run.config, run.stage_dir("train") / CHECKPOINTS
+    config, checkpoints = replace(run.config, head=run.head), run.stage_dir("train") / CHECKPOINTS
     # 1. Refuse settings that cannot work, before anything is loaded.
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
@@ -138,6 +139,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))
     identity = run.identity(head.capture_layers)
+    if ranks.is_first:
+        run.announce_mask_token()
     parts = load_frozen_parts(run.target.directory)
     with warnings.catch_warnings():
         if not ranks.is_first:
@@ -180,7 +183,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         warn_of_other_schedule(checkpoint, config.train, num_steps)
     if ranks.is_first:
         announce_precision("deepspeed", train_dtype(config.deepspeed))
-        StageDir(run.stage_dir("train")).record(config)
+        StageDir(run.stage_dir("train")).record(run.config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
@@ -193,9 +196,18 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         TARGET_WEIGHTS: identity.target.weights_sha256,
         "seed": config.seed,
         "template_kwargs": run.target.template_kwargs_json,
+        "data": data_facts(run) if ranks.is_first else {},
     }
     states.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
+
+
+def data_facts(run: Run) -> dict[str, object]:
+    """Returns facts of the training data for `head.json`, with the sampling of answers that the target wrote."""
+    source, given = run.config.prompts.source, vars(run.config.responses)
+    sampling = run.target.generation.sampled_with({name: given[name] for name in ("temperature", "top_p", "top_k")})
+    of_target = sampling if source is PromptSource.responses else None
+    return {"source": source, "sampling": of_target, **training_data_facts(run.documents(Split.train))}
 
 
 def open_states(run: Run, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:
@@ -234,7 +246,7 @@ def warn_of_other_schedule(checkpoint: Path, settings: TrainConfig, num_steps: i
 
 def initialise(run: Run, head: Head, parts: FrozenParts, prompts_sha256: str) -> None:
     """Replace a head's random weights, in whole or in part, with the initial weights that its settings ask for."""
-    settings = run.config.head
+    settings = run.head
     if settings.start_from_target:
         start_from_target(head, run.target)
     if settings.init_from is not None:

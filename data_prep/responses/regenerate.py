@@ -200,7 +200,7 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
         )
     given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
     chosen = {name: value for name, value in given.items() if value is not None}
-    sampled = (own.own_sampling if settings.temperature is None else generation.NEUTRAL) | chosen
+    sampled = own.sampled_with(chosen)
     if own.sampling:
         source = "as" if sampled == own.own_sampling else f"with {_changes(chosen)} and not with"
         print(

@@ -81,6 +81,28 @@ class Documents:
         return Documents(**load_file(path))
 
 
+def unused_token(splits: Iterable[Documents], vocab_size: int) -> int | None:
+    """Returns the highest id of the vocabulary that no document has; None if they have all."""
+    is_used = np.zeros(vocab_size, bool)
+    for documents in splits:
+        is_used[documents.input_ids] = True
+    return max(np.flatnonzero(~is_used).tolist(), default=None)
+
+
+def training_data_facts(documents: Documents) -> dict[str, object]:
+    """Returns what serving depends on in documents: their sizes, and the ids that most often end an answer."""
+    following = np.append(documents.loss_mask[1:], 0)
+    following[documents.document_offsets[1:] - 1] = 0
+    ends = Counter(documents.input_ids[(documents.loss_mask > 0) & (following == 0)].tolist())
+    return {
+        "documents": len(documents),
+        "tokens": len(documents.input_ids),
+        "supervised_tokens": int(documents.loss_mask.sum()),
+        "longest_document_tokens": int(documents.lengths.max(initial=0)),
+        "answers_end_with": {str(token): count for token, count in ends.most_common(3)},
+    }
+
+
 @dataclass(frozen=True)
 class DocumentEntry:
     """A line of documents.jsonl."""
@@ -125,6 +147,8 @@ class PromptsManifest:
     train_tokens: int
     validation_documents: int
     validation_tokens: int
+    unused_token: int | None = None
+    """That of both splits; None in manifests of earlier versions."""
 
     def write(self, directory: Path) -> None:
         files = (*(split.filename for split in Split), DOCUMENTS_FILE)

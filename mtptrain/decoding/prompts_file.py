@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +74,7 @@ def read_prompts_file(
     check_is_file(path)
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
         raise UserError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
-    prompts = Prompts({})
+    prompts, num_twice = Prompts({}), 0
     for number, content in enumerate(read_json_rows(path), 1):
         if content is BLANK:
             continue
@@ -87,12 +89,19 @@ def read_prompts_file(
                 "tokenize the prompts for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
+        num_twice += "text" in row and input_ids[:2] == [tokenizer.bos_token_id] * 2
         if "category" in row:
             prompts.categories[prompt_id] = str(row["category"])
         if "turns" in row:
             prompts.turns[prompt_id] = row["turns"]
         if (first := first_user_turn(messages)) is not None:
             prompts.questions[prompt_id] = text_hash(messages[first]["content"])
+    if num_twice and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"{path}: text should not begin with {tokenizer.bos_token}, since the tokenizer puts it before, as servers "
+            f"do, but that of {num_twice:,} prompts does; leave it out, or give chats as messages",
+            stacklevel=2,
+        )
     if not prompts.input_ids:
         raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts

@@ -26,7 +26,7 @@ class PeagleHead(Eagle3Head):
 
 
 def mask_token_id(token_id: int | None, target_config: PreTrainedConfig) -> int:
-    """Returns the id of the mask token, which is the last of the target's vocabulary if none is configured."""
+    """Returns the id of the mask token: the last of the target's vocabulary if none is set and no prompt is known."""
     last = int(target_config.vocab_size) - 1
     if token_id is not None and not 0 <= token_id <= last:
         raise UserError(

@@ -146,8 +146,8 @@ class PeagleConfig(Eagle3Config):
 
     name: str = "peagle"
     mask_token_id: int | None = None
-    """Token that stands for tokens not drafted yet; choose one that the data does not contain. The default is the
-    last id of the target's vocabulary, which most models leave unused."""
+    """Token that stands for tokens not drafted yet. null takes the last id of the target's vocabulary, which most
+    models leave unused, or if prompts have it one that they lack; after `init_from` a head of another run, its own."""
 
 
 @dataclass

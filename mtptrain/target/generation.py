@@ -101,6 +101,11 @@ class GenerationDefaults:
         penalties = {name: value for name, value in self.sampling.items() if name in PENALTIES}
         return {**NEUTRAL, "temperature": 0.0, **penalties}
 
+    def sampled_with(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns how answers are sampled with given settings: without a temperature, else as the target is to be."""
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return (NEUTRAL if "temperature" in chosen else self.own_sampling) | chosen
+
     @property
     def changes(self) -> dict[str, Any]:
         """All settings that change what a request gets that leaves them out, by name; ends are not among them."""

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.cli.stages import settings_of
 from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import Documents, training_data_facts
 from mtptrain.engines import mimo
 from mtptrain.engines.table import engine_of, format_for
 from mtptrain.export import export, mode_note
@@ -26,6 +28,7 @@ from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sea
 from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
 from tests.mtptrain.engines.conftest import random_head
 from tests.programs import largest_file
+from tests.sealed import MANIFEST, seal_again, seal_prompts
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
 EXPORTS = {
@@ -94,6 +97,25 @@ def test_an_export_holds_all_that_serving_needs(
     assert all(torch.equal(tensor, trained_head[name]) for name, tensor in form.state(tensors).items())
     if "d2t" in tensors:
         assert tensors["d2t"].dtype is torch.int64 and int(tensors["t2d"].sum()) == 96
+
+
+def test_the_mask_token_is_that_of_the_prompts_and_the_readme_tells_what_the_head_was_trained_on(
+    tmp_path: Path, target_of_four_layers: Path
+) -> None:
+    overrides = ("export.engine=vllm", "head=dflash", "head.capture_layers=[1,2]", "prompts=conversations")
+    config, best = trained(tmp_path / "run", target_of_four_layers, *overrides), tmp_path / "run/train/best"
+    config.stage_dir("prompts").mkdir()
+    seal_prompts(config.stage_dir("prompts"), replace(MANIFEST, unused_token=7))
+    with pytest.raises(UserError, match=r"head\.mask_token_id \(259 there, 7 here\); set head\.mask_token_id=259"):
+        export(Run(config))
+    documents = Documents.from_list([(0, [9, 8, 256, 8, 256], [0, 1, 1, 0, 1]), (1, [9, 256], [1, 1])])
+    data = {"source": "responses", "sampling": {"temperature": 0.7}, **training_data_facts(documents)}
+    seal_again(best / "head.json", head=asdict(config.head) | {"mask_token_id": 7}, data=data)
+    export(Run(config))
+    described, readme = ((tmp_path / "run/export/vllm" / name).read_text() for name in ("config.json", "README.md"))
+    assert json.loads(described)["dflash_config"]["mask_token_id"] == 7
+    assert "2 documents (responses) with 7 tokens, of which 5 are supervised. The longest has 5 tokens" in readme
+    assert "end with `<|end|>` (256), where a server must stop." in readme and "with temperature 0.7." in readme
 
 
 def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the_readme(

@@ -57,7 +57,8 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
     tokenizer.bos_token = "<|end|>"
     tokenizer.save_pretrained(target_dir)
     config = text_config(f"target.path={target_dir}")
-    prepare_prompts(Run(config))
+    with pytest.warns(UserWarning, match=r"begin with 0 <\|end\|>, as the tokenizer .*, but 41 of 41 begin with 1; "):
+        prepare_prompts(Run(config))
     for name, windows in read_output(config).items():
         ids = [token_id for _, token_ids, _ in windows for token_id in token_ids]
         assert ids == [256, *tokenizer(FILES[name], add_special_tokens=False)["input_ids"]]

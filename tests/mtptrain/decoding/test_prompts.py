@@ -21,6 +21,7 @@ from mtptrain.decoding.prompts import (
 )
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import DEMO_DIR, load_tokenizer
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.sealed import seal_prompts
@@ -135,6 +136,14 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
     assert tokenizer.decode(prompts["81"]) == "<user>hello<|end|><assistant>"
     assert read.categories == {"81": "writing"} and read.turns == {"81": ["hello", "shorter"]}
     assert prompts["column"] == prompts["message"] and "Be brief." in tokenizer.decode(prompts["column"])
+
+
+def test_a_text_that_begins_with_bos_gets_it_twice_as_on_a_server_and_is_counted(tmp_path: Path) -> None:
+    (path := tmp_path / "prompts.jsonl").write_text('{"id": 1, "text": "<|endoftext|>a"}\n{"id": 2, "text": "a"}\n')
+    with pytest.warns(
+        UserWarning, match=r"not begin with <\|endoftext\|>, .* but that of 1 prompts does; leave it out"
+    ):
+        assert list(read_prompts_file(path, load_tokenizer(DEMO_DIR), 4096).input_ids.values()) == [[0, 0, 65], [0, 65]]
 
 
 def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(

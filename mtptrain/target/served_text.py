@@ -1,0 +1,84 @@
+"""Finds where servers read a chat or a text otherwise than it is read here: another chat template, another beginning.
+
+A target may have several chat templates. transformers, and with it vLLM and SGLang, prefers `chat_template.jinja` to
+`tokenizer_config.json`; llama.cpp's converter prefers the latter (gguf/vocab.py). For a target with images, vLLM takes
+the template of transformers' processor, which prefers `chat_template.json` to both (processing_utils.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import takewhile
+from typing import Any
+
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
+from mtptrain.utils.files import read_json
+
+JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+READERS = {CONFIG: f"llama.cpp's converter (gguf {version('gguf')})", LEGACY: "processors of targets with images"}
+"""Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
+
+
+def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
+    # 1. Compare the chat templates of all files. transformers takes the first.
+    in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
+    files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
+    settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
+    stored = {
+        JINJA: {"default" if path.name == JINJA else path.stem: path.read_text() for path in files if path.is_file()},
+        **{name: content.get("chat_template") for name, content in settings.items()},
+        str(target.gguf): {"default": in_gguf.get(CHAT_TEMPLATE), "tool_use": in_gguf.get(f"{CHAT_TEMPLATE}.tool_use")},
+    }
+    found = {name: templates for name, each in stored.items() if any(templates := _templates(each))}
+    ours = next(iter(found), "")
+    for name in found:
+        if found[name] != found[ours]:
+            yield (
+                f"{target.directory}: all chat templates should be equal, but that of {ours}, taken here and by "
+                f"transformers, vLLM and SGLang, differs from that of {name}, taken by "
+                f"{READERS.get(name, 'llama.cpp')}; remove the wrong one, or start llama-server with "
+                "--chat-template-file and the right one"
+            )
+    # 2. Compare what precedes a chat.
+    tokenizer, bos = target.tokenizer, target.tokenizer.bos_token
+    adds_bos = _begins_with_bos(tokenizer) or settings.get(CONFIG, {}).get("add_bos_token") is True
+    try:
+        chat = str(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False))
+    except Exception:  # a template is an unknown program, and may want other messages
+        return
+    if bos is not None and in_gguf.get(f"{TOKENIZER}add_bos_token", adds_bos) and not chat.startswith(bos):
+        yield (
+            f"{target.directory}: chats should begin with {bos}, as texts do, but the chat template does not write it: "
+            "they begin without it here, in vLLM and in SGLang, but llama-server adds it; correct the template, or "
+            "start llama-server with --override-kv tokenizer.ggml.add_bos_token=bool:false"
+        )
+
+
+def _templates(stored: Any) -> tuple[str, str]:
+    """Returns the templates for chats without and with tools. Jinja passes over a line break at the end."""
+    if isinstance(stored, list):
+        stored = {each["name"]: each["template"] for each in stored}
+    named = stored if isinstance(stored, dict) else {"default": stored}
+    default = named.get("default") or ""
+    return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
+
+
+def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer puts BOS before a text."""
+    return bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+
+
+def texts_elsewhere(documents: Sequence[NDArray[Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yields how documents [S each] begin otherwise than a server begins the same texts, and what to do about it."""
+    expected, bos_id = int(_begins_with_bos(tokenizer)), tokenizer.bos_token_id
+    num_bos = [sum(1 for _ in takewhile(lambda token: token == bos_id, ids[:2])) for ids in documents]
+    for number in {*num_bos} - {expected}:
+        yield (
+            f"prompts: documents should begin with {expected} {tokenizer.bos_token}, as the tokenizer begins texts, "
+            f"here and in servers, but {num_bos.count(number):,} of {len(documents):,} begin with {number}; "
+            "correct the data, or give prompts as token ids"
+        )

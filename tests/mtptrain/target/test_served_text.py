@@ -1,0 +1,63 @@
+"""Tests that chats and texts which a server would render otherwise than they are trained are named."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import DEMO_DIR, load_tokenizer
+from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
+from tests.conftest import make_tokenizer
+from tests.gguf_files import write_gguf
+
+A, B = "{{ bos_token }}{{ messages[0].content }}", "<<{{ messages[0].content }}"
+NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]
+JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", "llama-server adds it"
+CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, what puts BOS before texts, what is said
+    "two that differ": ({JINJA: A, CONFIG: B}, "", [f"{JINJA}, taken .* that of {CONFIG}, taken by llama.cpp's conv"]),
+    "a list for tools": ({JINJA: A, CONFIG: NAMED}, "", [f"differs from that of {CONFIG}"]),
+    "a folder for tools": ({JINJA: A, TOOLS: B, CONFIG: A}, "", [f"differs from that of {CONFIG}"]),
+    "of a processor": ({CONFIG: A, LEGACY: B}, "", [f"{CONFIG}, taken .* that of {LEGACY}, taken by processors of"]),
+    "of a GGUF file": ({JINJA: A, CONFIG: A, GGUF: B}, GGUF, [rf"that of \S+/{GGUF}, taken by llama.cpp;"]),
+    "equal ones": ({JINJA: A + "\n", CONFIG: A, LEGACY: A, GGUF: A}, "a post-processor", []),
+    "equal ones for tools": ({JINJA: A, TOOLS: B, CONFIG: NAMED}, CONFIG, []),
+    "a BOS of the tokenizer": ({JINJA: B}, "a post-processor", [ADDED]),
+    "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
+    "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
+    "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
+    tmp_path: Path, tiny_target: Path, case: str
+) -> None:
+    templates, adds_bos, said = CASES[case]
+    tokenizer, gguf = make_tokenizer(None), tmp_path / GGUF
+    tokenizer.bos_token = "<|end|>"
+    if adds_bos == "a post-processor":
+        processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 256)])
+        tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / CONFIG).read_text()) | {"add_bos_token": adds_bos == CONFIG}
+    (tmp_path / TOOLS).parent.mkdir()
+    for name, template in ({CONFIG: None} | templates).items():
+        text = template if name.endswith("jinja") else json.dumps(settings | {"chat_template": template})
+        (tmp_path / name).write_text(text)
+    if GGUF in templates:
+        changes = {"tokenizer.chat_template": templates[GGUF], "tokenizer.ggml.add_bos_token": adds_bos == GGUF}
+        write_gguf(gguf, tiny_target, settings=changes)
+    found = list(chats_elsewhere(TargetFiles(tmp_path, given_gguf=str(gguf) if GGUF in templates else None)))
+    assert len(found) == len(said) and all(map(re.search, said, found)), found
+
+
+def test_texts_that_begin_otherwise_than_the_text_of_a_prompt_are_counted() -> None:
+    texts = [np.array(ids) for ids in ([0, 1], [0, 0, 1], [1], [0])]
+    found = " ".join(texts_elsewhere(texts, load_tokenizer(DEMO_DIR)))
+    assert re.findall(r"with (\d) <.*? but (\d) of 4 begin with (\d);", found) == [("1", "1", "0"), ("1", "1", "2")]
