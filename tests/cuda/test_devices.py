@@ -1,6 +1,6 @@
 """Tests extraction, drafting and verification on fake GPUs, with targets on one of them and on two."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -121,6 +121,8 @@ def test_whole_rounds_of_every_drafter_run_with_a_target_on_two_devices() -> Non
             # The hybrid also reads whether prompt lookup drafts for all sequences. Say yes in the first round only.
             truths = [True, True, True, False] if name == "hybrid" else [True] * NUM_ROUNDS
             sampler = Sampler(1.0 if name == "sampled chain" else 0.0, generator=torch.Generator())
+            if name in ("sampled chain", "tree"):
+                sampler = replace(sampler, min_p=0.1, repetition_penalty=1.2, logit_bias={3: 1.0})
             check_rounds(name, target, drafter, truths, sampler)
 
 
