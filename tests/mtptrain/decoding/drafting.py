@@ -45,8 +45,8 @@ def draft_after(target: Target, drafter: Drafter, text: list[int]) -> Draft:
     return drafter.draft(Verified(tokens, torch.tensor([len(text)]), positions, states), Sampler())
 
 
-def penalised(scores: torch.Tensor, texts: torch.Tensor, prompt_length: int, settings: dict[str, Any]) -> torch.Tensor:
-    """Returns the logits [N, V] after the texts [N, S], with the biases and penalties of a `Sampler`."""
+def penalised(texts: torch.Tensor, scores: torch.Tensor, prompt_length: int, settings: dict[str, Any]) -> torch.Tensor:
+    """Returns the scores [N, V] after the texts [N, S], with the biases and penalties of a `Sampler`."""
     scores = scores.clone()
     for token, bias in settings.get("logit_bias", {}).items():
         scores[:, token] += bias

@@ -99,7 +99,6 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
 def test_past_the_end_of_a_given_answer_the_target_chooses_with_the_samplers_penalties(target: Target) -> None:
     sampler = Sampler(repetition_penalty=1.5)
     whole = [each.tokens for each in decode(target, NoDrafter(), PROMPTS, sampler=sampler)]
-    assert whole != [each.tokens for each in decode(target, NoDrafter(), PROMPTS)]
     lengths = {"num_speculative_tokens": K, "max_new_tokens": 24, "eos_token_ids": (), "batch_size": 3}
     begun = {"sampler": sampler, "answers": [tokens[:10] for tokens in whole], **lengths}
     drafter = HeadDrafter(random_head(target), target.parts, K)

@@ -40,7 +40,7 @@ def test_the_first_answer_that_differs_is_found_with_the_gap_of_the_targets_logi
     settings = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {other: 0.25}}
     with_penalties = first_answer_divergence(target, PROMPTS, tokens, theirs, Sampler(**settings))  # type: ignore[arg-type]
     for divergence, of_sampler in ((found, {}), (with_penalties, settings)):
-        logits = penalised(target.model(input_ids=read).logits[:, -1], read, len(PROMPTS[1]), of_sampler)[0]
+        logits = penalised(read, target.model(input_ids=read).logits[:, -1], len(PROMPTS[1]), of_sampler)[0]
         gap = float(logits[tokens[1][5]] - logits[other])
         assert divergence is not None and divergence.logit_gap == pytest.approx(gap, abs=1e-4)
     assert found.logit_gap > 0

@@ -2,27 +2,25 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import mtptrain.decoding.speculate as speculate_module
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, TreeDrafter
 from mtptrain.decoding.sampler import History, Sampler
-from mtptrain.decoding.speculate import Accepted, accept_chosen, accept_sampled
+from mtptrain.decoding.speculate import Accepted, accept, accept_chosen, accept_sampled
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
-from mtptrain.utils.errors import UserError
 from tests.conftest import as_draft_model, make_target, tiers
 from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, penalised, random_head
 
-VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 24_000
+VOCAB, PROMPT, SAMPLES = 6, [3, 1, 4, 1, 5], 12_000
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +30,6 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(directory, torch.float32, torch.device("cpu"))
 
 
-class CertainDrafts(HeadDrafter):
-    """Drafts greedily, whatever the temperature at which the target samples."""
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        return super().draft(verified, Sampler())
-
-
 class HalfProcessed(HeadDrafter):
     """Samples drafts with neither min-p nor biases nor penalties, but reports the distributions that have them."""
 
@@ -46,16 +37,7 @@ class HalfProcessed(HeadDrafter):
         draft = super().draft(verified, replace(sampler, min_p=0.0))
         assert draft.logits is not None
         history = History.of(verified.tokens, torch.full_like(verified.num_tokens, len(PROMPT)), verified.num_tokens)
-        history = history.with_drafts(draft.tokens, draft.ancestors())
-        logits = F.pad(torch.stack(draft.logits, 1), (0, 0, 0, 1))  # [B, 1 + K, V]
-        return replace(draft, probs=sampler.probs(sampler.processed(logits, history))[:, :-1])
-
-
-class FilteredDrafts(HeadDrafter):
-    """Samples drafts with min-p, whatever the sampler of the target."""
-
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        return super().draft(verified, replace(sampler, **PARTS["min_p"]))
+        return replace(draft, probs=sampler.probs(sampler.processed(torch.stack(draft.logits, 1), history)))
 
 
 Settings = dict[str, Any]  # of a Sampler
@@ -67,13 +49,8 @@ PARTS: dict[str, Settings] = {
     "frequency_penalty": {"frequency_penalty": -1.0},
     "logit_bias": {"logit_bias": {0: 1.0, 4: -math.inf}},
 }
-ALL_PARTS = {
-    "min_p": 0.05,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.4,
-    "logit_bias": {0: 0.5, 2: -0.3},
-}
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+ALL_PARTS: Settings = {**PENALTIES, "min_p": 0.05, "logit_bias": {0: 0.5, 2: -0.3}}
 
 
 def filtered(logits: torch.Tensor, temperature: float, filters: Settings) -> torch.Tensor:
@@ -107,42 +84,35 @@ def joint_distribution(target: Target, temperature: float, settings: Settings) -
     sequences = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=4)])
     logits, probs = target.model(sequences).logits, torch.ones(len(sequences))
     for end in range(len(PROMPT), sequences.shape[1]):
-        scores = penalised(logits[:, end - 1], sequences[:, :end], len(PROMPT), settings)
+        scores = penalised(sequences[:, :end], logits[:, end - 1], len(PROMPT), settings)
         probs *= filtered(scores, temperature, settings).gather(1, sequences[:, end, None])[:, 0]
     return probs.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0)
 
 
 def chi_square_p_value(
-    target: Target,
-    temperature: float,
-    kind: str = "sampled drafts",
-    settings: Settings | None = None,
-    verified_with: Settings | None = None,
-    samples: int = SAMPLES,
+    target: Target, temperature: float, kind: str, settings: Settings, missing: Sequence[str] = ()
 ) -> float:
     """Returns the p-value of a chi-square test that sampled speculation follows `joint_distribution` with `settings`.
 
     Combinations of tokens with fewer than 8 expected samples are pooled. The p-value uses Wilson and Hilferty's normal
-    approximation. Speculation uses the settings `verified_with` if they are given.
+    approximation. Speculation leaves out the settings that are `missing`.
     """
-    settings = settings or {}
-    sampler = Sampler(temperature, 1, **(settings if verified_with is None else verified_with))
+    sampler = Sampler(temperature, 1, **{name: value for name, value in settings.items() if name not in missing})
     head = random_head(target, kind if kind in PARALLEL_OR_MLP else "mtp", seed=5)
     sampled = HeadDrafter(head, target.parts, 2, sample_drafts=True)
     drafters: dict[str, Drafter] = {
-        "greedy drafts": CertainDrafts(head, target.parts, 2),
+        "greedy drafts": HeadDrafter(head, target.parts, 2),
         "half processed": HalfProcessed(head, target.parts, 2, sample_drafts=True),
-        "filtered drafts": FilteredDrafts(head, target.parts, 2, sample_drafts=True),
         "tree": TreeDrafter(head, target.parts, 2, num_nodes=7, top_k=3) if kind == "tree" else sampled,
         "hybrid": HybridDrafter(sampled, min_match=1),
         "model": HeadDrafter(as_draft_model(target), target.parts, 2, sample_drafts=True),
     }
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     lengths = {"num_speculative_tokens": 2, "max_new_tokens": 4}
-    for _ in range(samples // 4000):
+    for _ in range(SAMPLES // 4000):
         for generation in decode(target, drafters.get(kind, sampled), [PROMPT] * 4000, **lengths, sampler=sampler):
             counts[tuple(generation.tokens[1:])] += 1
-    expected = joint_distribution(target, temperature, settings).flatten() * samples
+    expected = joint_distribution(target, temperature, settings).flatten() * SAMPLES
     if counts.flatten()[expected == 0].any():
         return 0.0
     counts, expected = counts.flatten()[expected > 0], expected[expected > 0]
@@ -158,79 +128,17 @@ def chi_square_p_value(
 KINDS = ["sampled drafts", *PARALLEL_OR_MLP, "greedy drafts", "tree", "hybrid", "model"]
 
 
-@pytest.mark.parametrize("kind", tiers(KINDS, ["sampled drafts"]))
-def test_sampled_speculation_follows_the_targets_joint_distribution(small_vocabulary: Target, kind: str) -> None:
-    assert chi_square_p_value(small_vocabulary, 1.0, kind) > 1e-3
+LAWS: list[tuple[str, float, Settings]] = [(kind, temperature, {}) for kind in KINDS for temperature in (1.0, 0.7)]
+for kind in ("sampled drafts", "greedy drafts", "tree", "hybrid", "model"):
+    LAWS += [(kind, 1.0, {"top_k": 5, "top_p": 0.9}), (kind, 0.8, ALL_PARTS)]
+LAWS += [("sampled drafts", 1.0, settings) for settings in PARTS.values()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_cold_and_filtered_speculation_follows_the_distribution_too(small_vocabulary: Target, kind: str) -> None:
-    assert chi_square_p_value(small_vocabulary, 0.7, kind) > 1e-3
-    if kind not in PARALLEL_OR_MLP:
-        assert chi_square_p_value(small_vocabulary, 1.0, kind, {"top_k": 5, "top_p": 0.9}) > 1e-3
-
-
-@pytest.mark.parametrize("kind", tiers(["sampled drafts", "greedy drafts", "tree", "hybrid"], ["sampled drafts"]))
-def test_speculation_with_min_p_biases_and_penalties_follows_the_distribution(
-    small_vocabulary: Target, kind: str
+@pytest.mark.parametrize(("kind", "temperature", "settings"), tiers(LAWS, [("sampled drafts", 0.8, ALL_PARTS)]))
+def test_sampled_speculation_follows_the_targets_joint_distribution(
+    small_vocabulary: Target, kind: str, temperature: float, settings: Settings
 ) -> None:
-    assert chi_square_p_value(small_vocabulary, 0.8, kind, ALL_PARTS, samples=16_000) > 1e-3
-
-
-def without_drafts(history: History, drafts: torch.Tensor, ancestors: torch.Tensor) -> History:
-    return WITH_DRAFTS(history, drafts, torch.zeros_like(ancestors))
-
-
-def without_output(tokens: torch.Tensor, prompt_lengths: torch.Tensor, num_tokens: torch.Tensor) -> History:
-    return OF(tokens, prompt_lengths, prompt_lengths)
-
-
-def without_prompt(tokens: torch.Tensor, prompt_lengths: torch.Tensor, num_tokens: torch.Tensor) -> History:
-    history = OF(tokens, prompt_lengths, num_tokens)
-    return replace(history, is_prompt=torch.zeros_like(history.is_prompt))
-
-
-def prompt_as_output(tokens: torch.Tensor, prompt_lengths: torch.Tensor, num_tokens: torch.Tensor) -> History:
-    return OF(tokens, torch.zeros_like(prompt_lengths), num_tokens)
-
-
-OF, WITH_DRAFTS = History.of, History.with_drafts
-WRONG_HISTORIES: dict[str, tuple[str, Callable[..., History]]] = {
-    "drafts left out": ("with_drafts", without_drafts),
-    "output left out": ("of", without_output),
-    "prompt left out": ("of", without_prompt),
-    "prompt as output": ("of", prompt_as_output),
-}
-SIDES = ["nothing", "draft", "target", "both"]
-CONTROLS = [(part, wrong) for part in PARTS for wrong in SIDES]
-CONTROLS += [(part, wrong) for part in list(PARTS)[1:4] for wrong in list(WRONG_HISTORIES)[:2]]
-CONTROLS += [("repetition_penalty", "prompt left out")]
-CONTROLS += [(part, "prompt as output") for part in ("presence_penalty", "frequency_penalty")]
-CORE = [("min_p", "draft"), ("logit_bias", "target"), ("presence_penalty", "drafts left out")]
-
-
-@pytest.mark.parametrize(("part", "wrong"), tiers(CONTROLS, CORE))
-def test_a_part_of_the_sampler_that_is_missing_somewhere_is_caught(
-    small_vocabulary: Target, part: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drafts see min-p alone, so the other parts are missing on the target's side if they are missing on both."""
-    if wrong in WRONG_HISTORIES:
-        monkeypatch.setattr(History, *WRONG_HISTORIES[wrong])
-    kind = {"draft": "half processed", "target": "filtered drafts"}.get(wrong, "sampled drafts")
-    is_missing = wrong in ("target", "both")
-    verified_with = {name: value for name, value in PARTS[part].items() if name != part or not is_missing}
-    p_value = chi_square_p_value(small_vocabulary, 1.0, kind, PARTS[part], verified_with, samples=8000)
-    assert p_value > 1e-3 if wrong == "nothing" else p_value < 1e-6
-
-
-def test_settings_of_the_sampler_that_no_token_can_follow_are_refused() -> None:
-    for settings in ({"min_p": 1.5}, {"repetition_penalty": 0.0}):
-        with pytest.raises(UserError, match="must be from 0 to 1, and repetition_penalty above 0, but are"):
-            Sampler(**settings)
-    history = History.of(torch.zeros(1, 4, dtype=torch.long), torch.tensor([2]), torch.tensor([3]))
-    with pytest.raises(UserError, match=r"logit_bias: must name tokens from 0 to 4, but names \[1, 5\]"):
-        Sampler(logit_bias={1: 1.0, 5: 1.0}).processed(torch.zeros(1, 1, 5), history)
+    assert chi_square_p_value(small_vocabulary, temperature, kind, settings) > 1e-3
 
 
 def accept_without_residual(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -> Accepted:
@@ -252,15 +160,36 @@ def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: tor
     return accept_chosen(draft, biased, ancestors, num_depths)
 
 
-WRONG_RULES: list[tuple[str, Callable[..., Accepted], str]] = [
-    ("accept_sampled", accept_without_residual, "sampled drafts"),
-    ("accept_chosen", accept_first_child, "tree"),
-]
+def accept_without_min_p(draft: Draft, *seen: Any) -> Accepted:
+    return accept(draft, *seen[:-1], replace(seen[-1], min_p=0.0))
 
 
-@pytest.mark.parametrize(("rule", "wrong", "kind"), tiers(WRONG_RULES, WRONG_RULES[:1]))
-def test_a_wrong_acceptance_rule_is_caught(
-    small_vocabulary: Target, rule: str, wrong: Callable[..., Accepted], kind: str, monkeypatch: pytest.MonkeyPatch
+Patch = tuple[Any, str, Callable[..., Any]]
+OF, WITH_DRAFTS = History.of, History.with_drafts
+WRONG_HISTORIES: dict[str, Patch] = {
+    "drafts": (History, "with_drafts", lambda history, drafts, above: WITH_DRAFTS(history, drafts, above & False)),
+    "output": (History, "of", lambda tokens, prompt_lengths, num_tokens: OF(tokens, prompt_lengths, prompt_lengths)),
+    "prompt": (History, "of", lambda *texts: replace(OF(*texts), is_prompt=torch.zeros_like(texts[0]).bool())),
+}
+CONTROLS: dict[str, tuple[str, Settings, list[str], Patch | None]] = {
+    "residual": ("sampled drafts", {}, [], (speculate_module, "accept_sampled", accept_without_residual)),
+    "children": ("tree", {}, [], (speculate_module, "accept_chosen", accept_first_child)),
+    "target side: min_p": ("sampled drafts", PARTS["min_p"], [], (speculate_module, "accept", accept_without_min_p)),
+}
+for part, settings in PARTS.items():  # drafts see min-p alone: the target's side lacks the others if both sides do
+    CONTROLS[f"draft side: {part}"] = ("half processed", settings, [], None)
+    CONTROLS[f"both sides: {part}"] = ("sampled drafts", settings, [part], None)
+    for name, patch in WRONG_HISTORIES.items():
+        if part == "repetition_penalty" or (part in PENALTIES and name != "prompt"):
+            CONTROLS[f"history of {part}: {name}"] = ("sampled drafts", settings, [], patch)
+CORE = ["residual", "draft side: min_p", "both sides: logit_bias", "history of presence_penalty: drafts"]
+
+
+@pytest.mark.parametrize("wrong", tiers(CONTROLS, CORE))
+def test_what_is_wrong_or_missing_is_caught(
+    small_vocabulary: Target, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculate_module, rule, wrong)
-    assert chi_square_p_value(small_vocabulary, 1.0, kind) < 1e-6
+    kind, settings, missing, patch = CONTROLS[wrong]
+    if patch is not None:
+        monkeypatch.setattr(*patch)
+    assert chi_square_p_value(small_vocabulary, 1.0, kind, settings, missing) < 1e-6
