@@ -24,7 +24,7 @@ from mtptrain.utils.files import read_json
 
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 LAYERS = "transformer_layer_config"
-METHOD_SECTIONS = ("dflash_config", "eagle_config", LAYERS)
+METHOD_SECTIONS = ("dflash_config", "dspark_config", "eagle_config", LAYERS)
 """Sections whose keys mean the same at the top level, where some projects have them."""
 SPECULATORS = "speculators_model_type"
 """The key that marks the layout of vLLM Speculators."""
@@ -32,9 +32,8 @@ SYNONYMS = {
     **dict.fromkeys(("query_zero_predicts_next", "shift_label"), "sample_from_anchor"),
     "causal": "is_causal",
     **dict.fromkeys(("pard_token", "ptd_token_id", "dspark_noise_token_id"), "mask_token_id"),
-    "dspark_block_size": "block_size",
-    "dspark_target_layer_ids": "target_layer_ids",
-    "use_confidence_head": "enable_confidence_head",
+    **{f"dspark_{name}": name for name in ("block_size", "target_layer_ids", "markov_rank")},
+    **dict.fromkeys(("use_confidence_head", "dspark_confidence_head"), "enable_confidence_head"),
     "use_aux_norm": "fc_norm",
     "return_hidden_post_norm": "norm_output",
     "speculators_config.algorithm": SPECULATORS,
@@ -110,6 +109,8 @@ class ConfigJson:
         section, _, key = label.rpartition(".")
         name = key if section in METHOD_SECTIONS else label
         name = SYNONYMS.get(name, name)
+        if name == "dspark_bonus_anchor" and isinstance(value, bool):  # vLLM's
+            name, value, label, follows_from = "sample_from_anchor", not value, "sample_from_anchor", label
         label = f"{label} according to {follows_from}" if follows_from else label
         if value is None or (name in DESCRIPTIONS and name in self.values):
             return

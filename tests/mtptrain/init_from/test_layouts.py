@@ -125,6 +125,7 @@ PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
     ("Automodel", "dspark", DSPARK, {"architectures": ["DSparkDraftModel"], "num_anchors": 512}, ("dflash_config",)),
     ("nested keys", "dspark", DSPARK, {}, ("target_layer_ids", "mask_token_id", "sample_from_anchor")),
     ("SpecForge", "dspark", DSPARK, {"dflash_config": SPECFORGE_DSPARK}, MARKOV),
+    ("SGLang", "dspark", DSPARK, {"dspark_config": SPECFORGE_DSPARK, "dspark_bonus_anchor": False}, MARKOV),
     (
         "DeepSpec", "dspark", replace(DFLASH, sample_from_anchor=True), DEEPSPEC_DFLASH,
         ("dflash_config", "sample_from_anchor", *MARKOV[1:]),

@@ -98,6 +98,8 @@ OF_KIND: dict[str, Refusals] = {
     ],
     "dspark": [
         ({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true as in head dspark"),
+        ({"dspark_bonus_anchor": True}, r"sample_from_anchor according to dspark_bonus_anchor must be the same as"),
+        ({"dspark_markov_rank": 8}, r"dspark_markov_rank must be the same as markov_rank, 4, but is 8"),
         ({"markov_rank": 0}, r"enable_confidence_head must be false as in head dflash, but is true"),
         ({"dflash_config": {"attention_mode": "mla"}}, r"dflash_config\.attention_mode must be gqa or mha"),
     ],
