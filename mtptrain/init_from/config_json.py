@@ -8,7 +8,6 @@ key whose value is null counts as absent. What a file says twice it must say ali
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +21,12 @@ from mtptrain.target.frozen_parts import MODEL_OPT_QUANTISATION
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
-ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
-LAYERS = "transformer_layer_config"
-METHOD_SECTIONS = ("dflash_config", "dspark_config", "eagle_config", LAYERS)
-"""Sections whose keys mean the same at the top level, where some projects have them."""
+LAYERS, ROPE = "transformer_layer_config", "rope."
+SECTIONS = {
+    **dict.fromkeys(("dflash_config", "dspark_config", "eagle_config", LAYERS), ""),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), ROPE),
+}
+"""Keys that hold further keys, and what stands before these here: projects have some of them at the top level too."""
 SPECULATORS = "speculators_model_type"
 """The key that marks the layout of vLLM Speculators."""
 SYNONYMS = {
@@ -37,6 +38,7 @@ SYNONYMS = {
     "use_aux_norm": "fc_norm",
     "return_hidden_post_norm": "norm_output",
     "speculators_config.algorithm": SPECULATORS,
+    f"{ROPE}type": f"{ROPE}rope_type",
 }
 """Names that projects and engines have for a setting, with the one under which it is read here."""
 KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
@@ -62,10 +64,8 @@ PLAIN_ARITHMETIC = {
     "logit_scale": 1.0,
     "use_mrope": False,
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),  # RoPE rotates halves, not interleaved pairs
-    **dict.fromkeys(("rope_interleave", "rope_interleaved", *(f"{x}.interleaved" for x in ROPE_SECTIONS)), False),
-    **dict.fromkeys(
-        ("partial_rotary_factor", "rotary_pct", *(f"{x}.partial_rotary_factor" for x in ROPE_SECTIONS)), 1.0
-    ),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved", f"{ROPE}interleaved"), False),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", f"{ROPE}partial_rotary_factor"), 1.0),
     **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), False),
 }
 """The arithmetic of our heads, by the keys with which others may have another one."""
@@ -93,9 +93,9 @@ class ConfigJson:
         self.values: dict[str, Any] = {}
         self.labels: dict[str, str] = {}
         """The name in the file of each value."""
-        for key, value in sorted(content.items(), key=lambda item: item[0] in METHOD_SECTIONS):
+        for key, value in sorted(content.items(), key=lambda item: item[0] in SECTIONS):
             self.add(key, value)
-        self.known = {*DESCRIPTIONS, *ROPE_SECTIONS, SPECULATORS}
+        self.known = {*DESCRIPTIONS, SPECULATORS}
         self.is_of_model = False
         """Whether the file is that of a whole model, of which the head is a part."""
         named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
@@ -107,20 +107,20 @@ class ConfigJson:
         `follows_from` is the key from which a value follows that the file does not have.
         """
         section, _, key = label.rpartition(".")
-        name = key if section in METHOD_SECTIONS else label
+        name = SECTIONS[section] + key if section in SECTIONS else label
         name = SYNONYMS.get(name, name)
         if name == "dspark_bonus_anchor" and isinstance(value, bool):  # vLLM's
             name, value, label, follows_from = "sample_from_anchor", not value, "sample_from_anchor", label
         label = f"{label} according to {follows_from}" if follows_from else label
         if value is None or (name in DESCRIPTIONS and name in self.values):
             return
-        if (is_section := name in (*ROPE_SECTIONS, *METHOD_SECTIONS)) and not isinstance(value, dict):
-            raise UserError(
-                f"{self.path}: {label} must be a section of settings, but is {shown(value)}; choose another head"
-            )
-        for part, each in value.items() if is_section else ():
-            self.add(f"{name}.{part}", each)
-        if name in METHOD_SECTIONS:
+        if name in SECTIONS:
+            if not isinstance(value, dict):
+                raise UserError(
+                    f"{self.path}: {label} must be a section of settings, but is {shown(value)}; choose another head"
+                )
+            for part, each in value.items():
+                self.add(f"{name}.{part}", each)
             return
         other = self.labels.setdefault(name, label)
         if not is_same(present := self.values.setdefault(name, value), value):
@@ -163,8 +163,8 @@ class ConfigJson:
     def has_rope(self) -> None:
         """Pass over the keys of RoPE and of the norms' eps, which `rope_of_head` reads as a whole."""
         self.describes("rope_theta", "original_max_position_embeddings", "rms_norm_eps")
-        parts = {f"{section}.{key}" for section in ROPE_SECTIONS for key in self.values.get(section, ())}
-        self.describes(*(part for part in parts if part.partition(".")[2] not in ROPE_OF_THE_TARGET))
+        left_out = {f"{ROPE}{name}" for name in ROPE_OF_THE_TARGET}
+        self.describes(*(key for key in self.values if key.startswith(ROPE) and key not in left_out))
 
     def refuse(self, key: str, wanted: str) -> NoReturn:
         """Refuse the value of a key, or that the file has none."""
@@ -210,8 +210,8 @@ def read_config(path: Path) -> ConfigJson:
         wanted = f"{SPECULATORS} must be one of {', '.join(KINDS)}, and {LAYERS} must hold settings"
         raise UserError(f"{path}: {wanted}, but they are {shown(kind)} and {shown(layers)}; choose another head")
     config = ConfigJson(path, stored | {"architectures": [kind]})
-    if isinstance(described := stored.get("speculators_config"), dict):
-        config.add("speculators_config.algorithm", described.get("algorithm"))
+    described = found if isinstance(found := stored.get("speculators_config"), dict) else {}
+    config.add("speculators_config.algorithm", described.get("algorithm"))
     values, types, is_block = config.values, config.take("layer_types"), kind not in ("eagle3", "peagle")
     slides = is_block and isinstance(types, list) and SLIDING in types
     ambiguous = {"eagle3": ["norm_before_residual"], "dspark": ["sample_from_anchor"]}.get(kind, [])
@@ -224,6 +224,12 @@ def read_config(path: Path) -> ConfigJson:
                 "copy of the file as the head was trained"
             )
     if is_block:
+        most = config.whole("block_size", least=2) - (not config.flag("sample_from_anchor"))
+        for each in described.get("proposal_methods") or ():
+            if (each.get("speculative_tokens") or 0) > most:
+                config.refuse(
+                    "speculators_config", f"for at most {most} tokens, as block_size and sample_from_anchor say"
+                )
         config.add("target_layer_ids", [layer - 1 for layer in config.layer_ids(CAPTURED)], CAPTURED)
         if config.flag(NON_CAUSAL) or (kind == "dflash2" and NON_CAUSAL not in values):
             config.add(
@@ -244,16 +250,10 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
     or depends on the length of the text is refused. A warning says if the norms have another eps than the target's,
     which our heads use.
     """
-    positions = ("original_max_position_embeddings", "max_position_embeddings")
-    names = (*ROPE_SECTIONS, "rope_theta", *positions, "rms_norm_eps")
-    given = {name: deepcopy(config.values[name]) for name in names if name in config.values}  # transformers adds to it
-    if given.keys() >= {*ROPE_SECTIONS}:
-        parameters, scaling = (
-            {name.replace("rope_type", "type"): x for name, x in given[section].items()} for section in ROPE_SECTIONS
-        )
-        if parameters != {name: x for name, x in parameters.items() if name == "rope_theta"} | scaling:
-            config.refuse("rope_scaling", "the same as rope_parameters")
-        del given["rope_scaling"]  # which may lack the theta
+    names = ("rope_theta", "original_max_position_embeddings", "max_position_embeddings", "rms_norm_eps")
+    given = {name: config.values[name] for name in names if name in config.values}
+    if rope := {key.removeprefix(ROPE): value for key, value in config.values.items() if key.startswith(ROPE)}:
+        given["rope_parameters"] = rope
     try:
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
         if (kind := head_rope_parameters(own)["rope_type"]) not in STATIC_ROPE_TYPES:

@@ -33,8 +33,11 @@ OF_LAYERS: Refusals = [
     ({"partial_rotary_factor": True}, r"partial_rotary_factor must be 1\.0 .*, but is true"),
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
-    ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, r"rope_scaling must be the same as rope_par"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling\.rope_type must be the same as rope_p"),
+    (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+        r"rope_scaling\.rope_theta must be the same as ",
+    ),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"must be readable .* rope_type dynamic, w"),
     ({"rope_parameters": {"full_attention": {}}}, r"must be readable .* RoPE that differs by layer; ch"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; choose"),
