@@ -54,13 +54,13 @@ def test_every_file_format_gives_the_same_conversations_one_file_after_the_other
 
 def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
-    rows = [MESSAGES, None, NARRATED, {**MESSAGES, "id": "last"}, [1], {**MESSAGES, "id": "\ud83d"}]
+    rows = [[1], None, NARRATED, {**MESSAGES, "id": "last"}, MESSAGES, {**MESSAGES, "id": "\ud83d"}]
     path.write_text("\n".join("" if row is None else json.dumps(row) for row in rows))
     found = read_conversations([str(path)])
-    assert (len(found.names), found.location(1)) == (2, f"{path}:4")
+    assert (len(found.names), found.location(0)) == (2, f"{path}:4")
     assert found.refused == {
+        f"{path}:1": "a row must be an object, but is list",
         f"{path}:3": "unknown role 'narrator'",
-        f"{path}:5": "a row must be an object, but is list",
         f"{path}:6": "text that is not valid Unicode",
     }
 
