@@ -28,6 +28,8 @@ ANSWERS = ("completion", "chosen", "output", "response", "answer", "solution")
 """Columns of the answer in rows without messages; of a preference set, that which was chosen."""
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 """A row of which every chat template can make a document."""
+MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
+"""How the JSON text of a list of messages begins."""
 ID_COLUMNS = ("id", "conversation_id")
 MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
 ROLES = {
@@ -130,8 +132,8 @@ def _parse_pair(row: Row, columns: dict[str, Any], form: RowFormat) -> list[tupl
 
 
 def _turns(column: str, value: Any, role: str, form: RowFormat) -> list[tuple[Message, set[str]]]:
-    """Returns the messages of a column that holds a list of them, or the text of one."""
-    if isinstance(value, str):
+    """Returns the messages of a column that holds a list of them, its JSON text, or the text of one message."""
+    if isinstance(value, str) and not MESSAGES_AS_TEXT.match(value):
         return [({"role": role, "content": text_of(column, value)}, set())]
     return [_parse_message(message, form) for message in _listed(column, value)]
 

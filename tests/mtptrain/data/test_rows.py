@@ -96,6 +96,7 @@ def test_a_question_and_its_answer_in_two_columns_are_read_with_only_the_answer_
         ({"prompt": "hi", "completion": "yes"}, PARSED),
         ({"messages": None, "prompt": [QUESTION], "completion": [ANSWER]}, PARSED),
         ({"prompt": [SYSTEM, QUESTION], "completion": "yes"}, [SYSTEM, *PARSED]),
+        ({"prompt": json.dumps(SHAREGPT[:1]), "completion": '[{"city": "Rome"}]'}, chat_of("hi", '[{"city": "Rome"}]')),
         ({"prompt": "hi", "completion": [SHAREGPT[1], *more]}, [*PARSED, *more]),
         ({"prompt": [*PARSED, QUESTION], "completion": [ANSWER]}, [QUESTION, old, *PARSED]),
         ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]}, PARSED),
