@@ -159,4 +159,6 @@ def length_interval(figures: ReportFigures) -> str:
     if figures["intervals"] is None:
         return "one source"
     interval = figures["intervals"]["acceptance_length"]
-    return "no spread" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+    if interval is None:
+        return "" if figures["acceptance_length"] is None else "no spread"
+    return f"{interval[0]:.2f}-{interval[1]:.2f}"
