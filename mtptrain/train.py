@@ -139,13 +139,13 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))
     identity = run.identity(head.capture_layers)
-    if ranks.is_first:
-        run.announce_mask_token()
     parts = load_frozen_parts(run.target.directory)
     with warnings.catch_warnings():
         if not ranks.is_first:
             warnings.simplefilter("ignore")  # the first rank warns for all
-        initialise(run, head, parts, identity.prompts_sha256)
+        initialise(run, head, parts, identity.prompts_sha256)  # refuses other settings than those of its start
+    if ranks.is_first:
+        run.announce_mask_token()
     # 3. Open the hidden states, and find the checkpoint to resume from.
     states = open_states(run, identity, ranks, stop)
     check_document_lengths(int(states.document_lengths.max()), head.context_tokens, "draft model")

@@ -16,10 +16,8 @@ from mtptrain.settings.heads import DflashConfig, PeagleConfig
 from mtptrain.target.hub import DEMO_DIR
 from tests.data_prep.prompts.documents import ConfigFor, chat
 
-CHATS = [
-    chat(f"{i}", f"Is {i} below infinity?", f"Yes, {i} is below float('infinity'), infinity by name.")
-    for i in range(10)
-]
+QUESTION, ANSWER = "Is {} below infinity?", "Yes, {} is below float('infinity'), infinity by name."
+CHATS = [chat(f"{i}", QUESTION.format(i), ANSWER.format(i)) for i in range(10)]
 CHATML = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
 IN_ALL = "documents of the prompts"
