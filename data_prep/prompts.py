@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.config import PipelineConfig, PromptsConfig
+from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import (
@@ -77,8 +77,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
         counts[f"{split}_longest"] = int(documents.lengths.max(initial=0))
     check_splits(splits, report, prompts)
     beginnings = [encoding.input_ids for entry, encoding in windows.written if entry.window == 0]
-    elsewhere = texts_elsewhere(beginnings, tokenizer)
-    for difference in chats_elsewhere(run.target) if prompts.source.is_chat else elsewhere:
+    differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, tokenizer)
+    for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warnings.warn(difference, stacklevel=2)
 
     stage_dir = run.stage_dir("prompts")

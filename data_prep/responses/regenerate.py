@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target import generation
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
+from mtptrain.target.served_text import chats_elsewhere
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
@@ -78,6 +80,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     check_settings(config, ranks)
     require_chat_template(target.tokenizer)
     sampling = sampling_of(settings, target, config.seed)
+    for difference in chats_elsewhere(target) if ranks.is_first else ():
+        warnings.warn(difference, stacklevel=2)
     server = None if settings.url is None else connect(settings.url, settings, sampling, target)
     context_tokens = (server and server.context_tokens) or target.config.max_position_embeddings
 

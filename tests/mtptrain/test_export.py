@@ -123,11 +123,13 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
 ) -> None:
     target = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
     make_tokenizer(GENERATION_TEMPLATE + "{{ enable_thinking }}").save_pretrained(target)
+    write_json(target / "chat_template.json", {"chat_template": "another"})
     overrides = ("prompts=conversations", "+prompts.template_kwargs={enable_thinking: false}")
     config = trained(tmp_path / "run", target, "export.engine=vllm", *overrides)
     export(Run(config))
     readme = (tmp_path / "run/export/vllm/README.md").read_text()
     assert """`"chat_template_kwargs": {"enable_thinking": false}`""" in readme
+    assert "differs from that of chat_template.json, taken by processors" in readme and "--chat-template-file" in readme
     head = random_head(config.head, read_target_config(target))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target), "template_kwargs": "{}"}
     save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)

@@ -32,6 +32,7 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
     assert sorted(measured) == [4, 8, 12]
     best = json.loads((stage_dir / "best/head.json").read_text())
     assert best["acceptance_length"] == max(measured.values()) == measured[best["step"]]
+    assert best["data"]["longest_document_tokens"] == 128 and best["data"]["answers_end_with"]
     assert best["template_kwargs"] == "{}", "the mode of the chat template, which acceptance and export compare"
     kept = sorted(path.name for path in (stage_dir / "checkpoints").glob("step_*"))
     assert kept == ["step_00000008", "step_00000012"]
