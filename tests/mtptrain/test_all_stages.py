@@ -202,7 +202,7 @@ all_stages.run_stage("train", [], 1)
 STREAMED = "train.stream=true train.epochs=1"
 REFUSED = {
     "head.start_from_target=true head.init_from=x": "head.start_from_target: must be false when head.init_from is set",
-    "head.start_from_target=false head.init_from=/none": "head.init_from: must be a local directory or a hub",
+    "head.start_from_target=false head.init_from=/none": "head.init_from: must be a local directory, ",
     "acceptance.prompts_file=/none.jsonl": "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does",
     f"export.output_dir={ROOT}/docs": "export.output_dir: ",
     STREAMED: "train.stream: must be false for a whole run, which runs one stage after the other",
