@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
-from mtptrain.cli.stages import KEPT_STAGES, STAGES, VERBS
+from mtptrain.cli.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
@@ -40,7 +40,6 @@ from mtptrain.utils.startup import guarded_imports, start_stage, started_stage
 def run_stage(name: str) -> None:
     """Run the stage of this name on the settings in `sys.argv[1:]`."""
     warnings.showwarning = show_warning
-    name = verb_of(name, sys.argv)
     start_stage(name)
     module = python_module(STAGES[name].program)
 
@@ -104,20 +103,6 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
         exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
     except OSError as error:  # Hydra could not create its directory
         exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
-
-
-def verb_of(stage: str, arguments: list[str]) -> str:
-    """Returns the stage that is meant: `mtptrain run plan=true` still means `mtptrain plan`, with a warning.
-
-    The setting of earlier versions is removed from the arguments.
-    """
-    for verb, stages in VERBS.items():
-        old = f"{verb}=true"
-        if stage in stages and old in arguments:
-            arguments.remove(old)
-            warnings.warn(f"{old} will be removed: type mtptrain {verb} instead", stacklevel=2)
-            return verb
-    return stage
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

@@ -125,10 +125,6 @@ STAGES = {
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
 
 
-VERBS = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
-"""Stages that earlier versions had as a setting of the same name, and the stages that still take it as an argument."""
-
-
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:
     """Returns the stages of a whole run with these settings, in order: name, stage, and what runs it."""
     return [

@@ -1,15 +1,12 @@
 """Tests the benchmark of the training step. Speed is not tested."""
 
 import json
-from argparse import Namespace
 
 import pytest
 import torch
 
 from benchmarks.command import tensor_bytes
-from benchmarks.training_step import main
-from mtptrain.utils.errors import UserError
-from tests.conftest import make_config, run_program
+from tests.conftest import run_program
 
 
 @pytest.mark.slow
@@ -24,11 +21,6 @@ def test_every_case_is_measured() -> None:
     ]
     assert all(row["tokens_per_s"] > 0 and row["megabytes"] > 0 for row in rows)
     assert "A prompt token takes" in result.stdout and "matmul peak" in result.stdout
-
-
-def test_steps_for_an_8b_target_are_refused_without_a_gpu() -> None:
-    with pytest.raises(UserError, match=r"^--8b: must be left out without a GPU, because its steps take hours"):
-        main(make_config(), Namespace(is_8b=True))
 
 
 def test_only_tensors_that_are_alive_together_add_up() -> None:

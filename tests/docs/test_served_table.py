@@ -33,20 +33,6 @@ ONLY_ON_GPUS = {"dspark": "dspark_fill_in_one_layer", "dflash2": "dflash2"}
 """Heads that vLLM serves with its V2 runner, which needs a GPU, and the variant that a plugin serves in its V1."""
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
 WITH_PLUGIN = "equal in V1"
-LEGEND = f"""
-*{EQUAL}*: served in fp32; all answers equal ours, and all counters by
-[the engine's rules](#checking-an-export). *{NEAR}*: served in bf16, the only dtype of
-vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are checked, but
-not served. *{WITH_PLUGIN}*: vLLM serves this head with its V2 runner, which needs a GPU. Here its
-classes run in its V1 runner, with a plugin of the tests that chooses the drafts; all is equal in
-fp32, for `dspark` with `head.sample_from_anchor=false`.
-*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama is tested
-with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in vLLM,
-with the flags of EAGLE-3.1; the others mostly with K = 3. `peagle` and `medusa` are tested with
-K = 5 too on targets that repeat tokens, and `dflash` with K = 3 and 5, with a draft vocabulary and
-with two layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled RoPE, and the
-weights of its Qwen3-MoE's experts add up to 1.
-"""
 
 
 def is_served(engine: str, head: str, family: str) -> bool:
@@ -83,8 +69,8 @@ def served_table(directory: Path) -> str:
     for case in cases_of("vllm"):
         if case.target in MORE_FAMILIES:
             families.setdefault(case.head, []).append(MORE_FAMILIES[case.target])
-    more = [f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {EQUAL}.\n" for head, names in families.items()]
-    return "\n".join(lines) + "\n" + LEGEND + "\n" + "".join(more)
+    more = [f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {EQUAL}." for head, names in families.items()]
+    return "\n".join([*lines, "", *more, ""])
 
 
 def test_the_table_of_the_page_names_what_the_tests_serve(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from eval import compare
 from eval.acceptance import remove_generations
 from eval.examples import examples, pieces
 from eval.measurement import DecodedPrompt, Measured
-from eval.plots import plots_of
 from eval.report_page import render_page, verdict, write_page
 from mtptrain.decoding.acceptance import has_loop, intervals, summarise
 from mtptrain.decoding.speculate import Generation
@@ -31,7 +29,7 @@ def figures(lengths: list[int]) -> dict[str, Any]:
     generations = [Generation(list(range(20)), 10, 0, 30, [length, length // 2, 0]) for length in lengths]
     resampled, pooled = intervals([[generation] for generation in generations]), vars(summarise(generations))
     parts = {"without_loops": pooled, "by_prompt_tokens": {"0": pooled, "256": pooled}, "quality": None}
-    parts |= {"by_category": {"code <b>": pooled, "text": pooled}}
+    parts |= {"by_category": {"code <b> $x_{$": pooled, "text": pooled}}
     return {**pooled, **parts, "intervals": None if resampled is None else asdict(resampled)}
 
 
@@ -93,11 +91,11 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
 
 def test_runs_say_how_they_were_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_report(tmp_path / "seed_0/acceptance/report.json", [8, 6], train_tokens=12_345, train_seed=0)
-    write_report(tmp_path / "seed_1/acceptance/report.json", [4, 4], train_tokens=None)
+    write_report(tmp_path / "seed_1/acceptance/report.json", [4], train_tokens=None)
     compare.print_table(compare.read_reports([tmp_path / "seed_0", tmp_path / "seed_1"]))
     first, _, second, _ = (line.split("│")[8:13] for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert [cell.strip() for cell in first] == ["0.000", "2", "50", "12,345", "0"]
-    assert [cell.strip() for cell in second] == ["0.000", "2", "50", "", ""]
+    assert [cell.strip() for cell in second] == ["0.000", "1", "50", "", ""]
 
 
 def page_of(directory: Path) -> str:
@@ -121,17 +119,6 @@ def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: 
     assert [page.read_text() for page in pages] == ["<title>My thesis</title>"] * 2
     for _ in range(2):  # an earlier page of ours is overwritten
         comparison(report, out="other.html")
-
-
-def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
-    tmp_path: Path, user_warnings: list[warnings.WarningMessage]
-) -> None:
-    write_report(tmp_path / "report.json", [8, 6], by_category={"$x_{$ cost": figures([2, 2])})
-    assert "<!-- $x_{$ cost -->" in page_of(tmp_path)
-    drafters = {f"runs/losses/seed_{i}: temperature 1 sampled drafts": figures([8, 6]) for i in range(20)}
-    plots = plots_of(drafters)
-    heights = [float(height) for svg in plots.values() for height in re.findall(r'<rect .* height="([\d.]+)"', svg)]
-    assert len(heights) == len(plots) and min(heights) > 150 and not user_warnings, "the area within the axes"
 
 
 def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
@@ -175,18 +162,6 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError) as refused:
             compare.read_reports(paths)
         assert message in str(refused.value)
-
-
-def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [
-        write_report(tmp_path / name / "report.json", lengths) for name, lengths in (("one", [8]), ("two", [8, 6]))
-    ]
-    reports = compare.read_reports([path.parent for path in paths])  # as acceptance.output_dir leaves them
-    page = render_page(reports)
-    assert '2.200 <span class="quiet">one source</span>' in page
-    assert '2.050 <span class="quiet">1.90-2.20</span>' in page
-    compare.print_table(reports)
-    assert "one source" in capsys.readouterr().out
 
 
 def measured(answers: dict[str, Generation]) -> Measured:

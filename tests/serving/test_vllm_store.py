@@ -1,17 +1,13 @@
-"""Tests that vLLM's store has the layout and states of transformers' store, and the same bytes after killed runs."""
+"""Tests that vLLM's store has the layout and states of transformers' store."""
 
-import random
 import shutil
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from mtptrain.hidden_states.store import HiddenStore, find_damage
-from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
-from tests.programs import kill_tree
+from tests.conftest import TINY_SETTINGS, make_target, run_program, write_text_files
 
 SEPARATE = ("stage.json",)
 """Files that record how the program was called. Every run writes them anew."""
@@ -69,25 +65,3 @@ def test_layout_and_states_are_those_of_the_other_backend(overrides: list[str], 
         for name in ("hidden_states", "aux_hidden_states"):  # computed in float32, so only bf16 rounding differs
             torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2**-7, atol=2**-7)
     shutil.rmtree(store_dir(overrides))
-
-
-@pytest.mark.slow
-def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an_undisturbed_one(
-    overrides: list[str], undisturbed: dict[str, bytes]
-) -> None:
-    rng = random.Random(5)
-    killed_after: list[int] = []
-    for num_ranks in (1, 2, 1):
-        command = program_command("hidden-states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks)
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            wanted = rng.randint(len(killed_after) * 2, len(killed_after) * 2 + 1)
-            deadline = time.monotonic() + 300
-            while len(list(store_dir(overrides).glob("shard_*.safetensors"))) < wanted and time.monotonic() < deadline:
-                assert process.poll() is None, "the run ended before it was killed"
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.05))
-            kill_tree(process.pid)
-        killed_after.append(len(list(store_dir(overrides).glob("shard_*.safetensors"))))
-        assert not (store_dir(overrides) / "manifest.json").exists(), "the run finished before it was killed"
-    assert extract(overrides, "hidden_states.backend=vllm", num_ranks=2) == undisturbed
-    assert killed_after[-1] > 0

@@ -1,7 +1,6 @@
 """Tests that resumed runs and concurrent parts write the same store as an undisturbed run, and the check of a store."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,21 +54,6 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     assert len(kept) > 20 and "computed now" in resumed.stdout, resumed.stderr
     assert read_store(store_dir) == files
     assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
-
-
-def test_parts_run_concurrently_and_the_last_one_finishes_the_store(
-    prepared: ConfigFor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = prepared(lengths=np.random.default_rng(5).integers(1, 90, 60).tolist())
-    files = undisturbed(config)
-    extract_hidden_states(Run(replace(config, hidden_states=replace(config.hidden_states, num_parts=3))), ONE_RANK)
-    unfinished = "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts"
-    assert unfinished in capsys.readouterr().out
-    shutil.rmtree(config.stage_dir("hidden_states"))
-    overrides = (*overrides_of(config), "hidden_states.num_parts=3")
-    parts = [start_program("hidden-states", *overrides, f"hidden_states.part={part}") for part in range(3)]
-    assert [part.result().returncode for part in parts] == [0, 0, 0]
-    assert read_store(config.stage_dir("hidden_states")) == files
 
 
 def test_the_full_check_names_every_damaged_shard_and_computes_nothing(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.cli.program import refuse_additions, verb_of
+from mtptrain.cli.program import refuse_additions
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -89,14 +89,6 @@ def test_every_command_that_is_named_can_be_typed() -> None:
     assert sorted(each for each in named if each[1] not in STAGES) == []
     old = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, modules)) + r")(?![\w/(])(?!\.[a-z_])")
     assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/cli/stages.py"]
-
-
-def test_the_setting_that_a_verb_was_before_means_the_verb() -> None:
-    for verb in ("plan", "verify"):
-        arguments = ["mtptrain", f"{verb}=true"]
-        assert verb_of("train", arguments) == "train" and len(arguments) == 2
-        with pytest.warns(UserWarning, match=f"{verb}=true will be removed: type mtptrain {verb} instead"):
-            assert verb_of("hidden-states", arguments) == verb and len(arguments) == 1
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:

@@ -1,18 +1,15 @@
 """Tests that decoding with every head computes the same states at depth k as training does."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from mtptrain.heads import HEADS, layer_head
-from mtptrain.heads.attention.training import depth_attention
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.form import find_form
@@ -78,9 +75,6 @@ IN_CORE = (
 """One case of each head, which `make test` runs."""
 CASES_OF_ALL_TIERS = tiers(CASES, IN_CORE)
 
-LAYER_CASES = [case for case in IN_CORE if issubclass(HEADS[CASES[case][0]], LayerHead)]
-"""Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
-
 
 def random_head(case: str) -> Head:
     torch.manual_seed(0)
@@ -144,33 +138,6 @@ def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name:
     read = "target_states" if CASES[name][0] == "medusa" else "next_ids"
     shifted = replace(tokens, **{read: torch.roll(getattr(tokens, read), -1, 0)})
     assert largest_difference(head, run(head, shifted)) > 1e-2
-
-
-@pytest.mark.parametrize("name", LAYER_CASES)
-@torch.no_grad()
-def test_wrong_positions_documents_and_keys_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = random_head(name)
-    assert isinstance(head, LayerHead)
-    tokens = packed_inputs(head)
-    # 1. Later depths are one position off. RoPE is relative, so shifting all positions would change nothing.
-    tables, calls = head.self_attn.rope.tables, iter(range(100))
-    with monkeypatch.context() as patch:
-        shifted = lambda positions, dtype: tables(positions + min(1, next(calls)), dtype)  # noqa: E731
-        patch.setattr(head.self_attn.rope, "tables", shifted)
-        states = run(head, tokens)
-    assert largest_difference(head, states) > 1e-3
-    # 2. A document sees the previous one.
-    one_document = replace(tokens.packing, segments=Packing.of_spans([sum(LENGTHS)]).segments)
-    assert largest_difference(head, run(head, replace(tokens, packing=one_document))) > 1e-2
-
-    # 3. Each depth has its own full attention. An engine's cache holds depth-0 keys of earlier tokens.
-    def own_attention(query: Any, key: Any, value: Any, keys: Any, values: Any, packing: Packing) -> torch.Tensor:
-        return depth_attention(query, [key, *keys][-1], [value, *values][-1], [], [], packing)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layer_head, "depth_attention", own_attention)
-        states = run(head, tokens)
-    assert largest_difference(head, states) > 1e-2
 
 
 @pytest.mark.parametrize("name", IN_CORE)
