@@ -267,6 +267,15 @@ def run_program(
     return start_program(program, *overrides, num_ranks=num_ranks, recipe=recipe).result()
 
 
+def succeed(
+    program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with a recipe, which must end without an error, and return its output."""
+    result = run_program(program, *overrides, num_ranks=num_ranks, recipe=recipe)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:
     """Write files that look like source code. All differ, but names recur."""
     generator = random.Random(0)
@@ -313,8 +322,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Run
     files = write_text_files(directory / "files")
     overrides = (*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{files}]")
     for module in ("prompts", "hidden-states"):
-        result = run_program(module, f"run_dir={directory}/run", *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
+        succeed(module, f"run_dir={directory}/run", *overrides)
     return directory / "run", overrides
 
 

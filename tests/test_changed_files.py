@@ -25,7 +25,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, sealed, write_json, write_sealed
-from tests.conftest import Run, run_program
+from tests.conftest import Run, run_program, succeed
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
 
@@ -53,8 +53,7 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("changed")
     shutil.copytree(tiny_run[0], directory / "run")
     for module in ("train", "acceptance", "export"):
-        result = run_program(module, f"run_dir={directory}/run", *tiny_run[1])
-        assert result.returncode == 0, result.stderr[-3000:]
+        succeed(module, f"run_dir={directory}/run", *tiny_run[1])
     return directory / "run", tiny_run[1]
 
 

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import TINY_SETTINGS, Run, make_config, make_target, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, Run, make_config, make_target, run_program, succeed, write_text_files
 from tests.families import EXACT, IMAGE_MODELS, write_image_model, write_member
 from tests.mtptrain.train.runs import copy_of
-
-
-def succeed(program: str, *overrides: str, **settings: Any) -> str:
-    """Runs a program, which must end without an error, and returns what it printed."""
-    result = run_program(program, *overrides, **settings)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
 
 
 def report_of(directory: Path) -> dict[str, Any]:
@@ -35,7 +28,7 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Returns a run with all five stages finished. The output of stages 3 to 5 is in its parent folder."""
     run_dir, overrides = run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1])), tmp_path_factory.mktemp("pipeline"))
     for module in ("train", "acceptance", "export"):
-        (run_dir.parent / f"{module}.out").write_text(succeed(module, *overrides))
+        (run_dir.parent / f"{module}.out").write_text(succeed(module, *overrides).stdout)
     return run
 
 
@@ -137,7 +130,7 @@ def test_the_head_is_measured_at_other_temperatures_and_with_other_prompts_and_d
     settings += (write_rows(tmp_path / "prompts.jsonl", CODE), "acceptance.num_speculative_tokens=5")
     before, reports = (finished[0] / "acceptance/report.json").read_bytes(), []
     for _ in range(2):
-        printed = succeed("acceptance", *finished[1], *settings, f"acceptance.output_dir={tmp_path}/out")
+        printed = succeed("acceptance", *finished[1], *settings, f"acceptance.output_dir={tmp_path}/out").stdout
         reports.append(without_times(tmp_path / "out"))
     assert reports[0] == reports[1], "the same seed must give the same figures"
     assert (finished[0] / "acceptance/report.json").read_bytes() == before

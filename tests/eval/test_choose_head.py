@@ -13,18 +13,12 @@ from eval.choose_head import heads_to_measure
 from mtptrain.heads.files import kept_head, remove_stale_heads, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.utils.errors import UserError
-from tests.conftest import Run, run_program
+from tests.conftest import Run, run_program, succeed
 from tests.sealed import describe_again
 
 KEEPING = ("train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
 LEARNING = ("train.lr=3e-2", "train.validation_prompts=12", "train.validation_new_tokens=16")
 """Settings with which heads of different steps have different acceptance."""
-
-
-def run(module: str, *overrides: str) -> str:
-    result = run_program(module, *overrides)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
 
 
 def kept(run_dir: Path) -> list[str]:
@@ -62,15 +56,18 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
 ) -> None:
     settings = (*LEARNING, "train.max_steps=40", "deepspeed=zero0", "train.validate_every=15")
     shutil.copytree(tiny_run[0], tmp_path / "measured")
-    run("train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
+    succeed("train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
     lines = map(json.loads, (tmp_path / "measured/train/metrics.jsonl").read_text().splitlines())
     names = ("step", "acceptance_length", "acceptance_rate_at")
     measured = [[line[name] for name in names] for line in lines if "acceptance_length" in line]
 
     run_dir, overrides = fresh_run
-    assert "not measured: run mtptrain choose-head" in run("train", *overrides, *settings, "train.validation_prompts=0")
+    assert (
+        "not measured: run mtptrain choose-head"
+        in succeed("train", *overrides, *settings, "train.validation_prompts=0").stdout
+    )
     assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]
-    printed = run("choose-head", *overrides, *settings)
+    printed = succeed("choose-head", *overrides, *settings).stdout
     choice = json.loads((run_dir / "train/choice.json").read_text())
     assert [[head[name] for name in names] for head in choice["heads"]] == measured
     assert len({length for _, length, _ in measured}) > 1 and choice["heads"][0]["prompts"] == 12
@@ -87,7 +84,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     run_dir, overrides = fresh_run
     settings = (*LEARNING, *KEEPING, "train.validate_every=15")
     stage_dir = run_dir / "train"
-    run("train", *overrides, *settings, "train.max_steps=20")
+    succeed("train", *overrides, *settings, "train.max_steps=20")
     last = stage_dir / "heads/step_00000020/head.safetensors"
     generator = torch.Generator().manual_seed(0)
     spoilt = {
@@ -96,7 +93,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     save_file(spoilt, last)
     describe_again(last.with_name("head.json"))
     assert not (stage_dir / "best").exists()
-    printed = run("choose-head", *overrides, *settings)
+    printed = succeed("choose-head", *overrides, *settings).stdout
     choice = json.loads((stage_dir / "choice.json").read_text())
     first, second = choice["heads"]
     assert first["prompts"] == second["prompts"] > 12
@@ -104,7 +101,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     assert facts(stage_dir / "best")["acceptance_length"] == first["acceptance_length"] > second["acceptance_length"]
     assert [line.rstrip(" │").endswith("best") for line in printed.splitlines() if "│" in line] == [True, False]
 
-    run("train", *overrides, *settings, "train.max_steps=21")
+    succeed("train", *overrides, *settings, "train.max_steps=21")
     assert facts(stage_dir / "last")["step"] == 21 and facts(stage_dir / "best")["step"] == 15
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000021"]
 
@@ -116,19 +113,19 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     run_dir, overrides = fresh_run
     stage_dir = run_dir / "train"
     settings = (*overrides, *KEEPING, "train.save_every=6")
-    run("train", *settings, "train.max_steps=10")
-    run("choose-head", *overrides)
+    succeed("train", *settings, "train.max_steps=10")
+    succeed("choose-head", *overrides)
     undisturbed = (stage_dir / "heads/step_00000010/head.safetensors").read_bytes()
     shutil.rmtree(stage_dir / "checkpoints/step_00000010")
-    run("train", *settings, "train.max_steps=8")
+    succeed("train", *settings, "train.max_steps=8")
     assert kept(run_dir) == ["step_00000005", "step_00000008"]
     assert (stage_dir / "best").exists() and not (stage_dir / "choice.json").exists()
     shutil.rmtree(stage_dir / "checkpoints/step_00000008")
-    run("train", *settings, "train.max_steps=10")
+    succeed("train", *settings, "train.max_steps=10")
     assert kept(run_dir) == ["step_00000005", "step_00000010"]
     assert (stage_dir / "heads/step_00000010/head.safetensors").read_bytes() == undisturbed
 
-    run("choose-head", *overrides)
+    succeed("choose-head", *overrides)
     for name in ("heads", "checkpoints"):
         shutil.rmtree(stage_dir / name)
     anew = run_program("train", *settings, "train.max_steps=7", "train.validate_every=0")
@@ -140,7 +137,7 @@ def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run) -> None:
     nothing = run_program("choose-head", *overrides)
     message = "train/heads: must hold the heads to choose from, but holds none; run mtptrain train with the same recipe"
     assert nothing.returncode != 0 and message in nothing.stderr
-    run("train", *overrides, *KEEPING, "train.max_steps=1")
+    succeed("train", *overrides, *KEEPING, "train.max_steps=1")
     result = run_program("choose-head", *overrides, "head.intermediate_size=32")
     message = "the head's settings must be those of the config, but differ in head.intermediate_size ("
     assert result.returncode != 0 and message in result.stderr

@@ -23,7 +23,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
-from tests.conftest import TINY_SETTINGS, Run, make_config, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, Run, make_config, succeed, write_text_files
 from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
 from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
@@ -178,8 +178,7 @@ def run_of(
         state = head_of("eagle3", "llama").state_dict()
         save_head(directory / "train/best", state, make_config(*overrides).head, facts)
         for module in ("prompts", "export"):
-            result = run_program(module, *overrides)
-            assert result.returncode == 0, result.stderr[-3000:]
+            succeed(module, *overrides)
         return directory, overrides
 
     return make

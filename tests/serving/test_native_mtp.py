@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, succeed, write_text_files
 from tests.serving.cases import Case
 from tests.serving.ours import OnDisk
 from tests.serving.writing import make_head, write_served_head
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("head.attention_bias=true", "head.zero_first_embedding=true", "head.prenorm_states=true")
-
-
-def run(*command: str) -> None:
-    result = run_program(*command)
-    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def report(run_dir: Path, stage: str) -> dict[str, Any]:
@@ -46,12 +41,12 @@ def test_a_checkpoints_own_layer_is_measured_fine_tuned_and_served_with_equal_co
         *("acceptance.num_prompts=12", "acceptance.max_new_tokens=32", "train.lr=3e-3"),
         f"serving.program={vllm_python}",
     )
-    run("prompts", *overrides)
-    run("hidden-states", *overrides)
+    succeed("prompts", *overrides)
+    succeed("hidden-states", *overrides)
     layer, measured = load_file(checkpoint / "mtp.safetensors"), []
     for is_trained in (False, True):
         for stage in (*(["train"] if is_trained else []), "acceptance", "export", "serving-check"):
-            run(stage, *overrides)
+            succeed(stage, *overrides)
         check, served = report(run_dir, "serving_check"), load_file(run_dir / "export/vllm/mtp.safetensors")
         ours = check["ours"]
         assert check["is_equal"] and ours == check["theirs"] and 0 < ours["accepted_at"][0] < ours["rounds"]

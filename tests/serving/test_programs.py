@@ -9,7 +9,7 @@ import pytest
 from gguf import GGUFReader
 
 from mtptrain.engines.llama_cpp.server import HOST_SAMPLING
-from tests.conftest import Run, run_program
+from tests.conftest import Run, run_program, succeed
 from tests.sealed import describe_again
 from tests.serving.llama_cpp import convert
 from tests.serving.ours import OnDisk
@@ -27,8 +27,7 @@ RULES = {"vllm": "", "llama_cpp": "llama.cpp drafts at most one token less", "op
 @pytest.mark.parametrize("engine", ENGINES)
 def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path: Path, engine: str) -> None:
     run_dir, overrides = run_of(engine)
-    result = run_program("serving-check", *overrides, f"serving.output_dir={tmp_path}")
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("serving-check", *overrides, f"serving.output_dir={tmp_path}")
     report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == engine
     assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
@@ -43,8 +42,7 @@ def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_pat
         *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
         *("serving_bench.num_requests=6", "serving_bench.ignore_eos=true"),
     )
-    result = run_program("serving-bench", *run_of(engine)[1], *settings, f"serving.output_dir={tmp_path}")
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("serving-bench", *run_of(engine)[1], *settings, f"serving.output_dir={tmp_path}")
     rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
     assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [
         (num_drafts, concurrency) for num_drafts in (0, 1, 3) for concurrency in (1, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.engines.requests import ROUNDING_TOLERANCE
-from tests.conftest import TINY_SETTINGS, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, succeed, write_text_files
 from tests.quantised import quantise
 from tests.serving.ours import OnDisk
 
@@ -35,10 +35,8 @@ def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
         f"serving.program={vllm_python}",
     )
     for module in ("prompts", "hidden-states", "train", "export"):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-    result = run_program("serving-check", *overrides)
-    assert result.returncode == 0, result.stderr[-3000:]
+        succeed(module, *overrides)
+    succeed("serving-check", *overrides)
     report = json.loads((tmp_path / "run/serving_check/report.json").read_text())
     ours, theirs = report["ours"], report["theirs"]
     assert 0 < ours["accepted_at"][0] < ours["rounds"]

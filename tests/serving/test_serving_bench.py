@@ -13,7 +13,7 @@ import pytest
 from mtptrain.engines.vllm.engine import per_batch_size
 from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
-from tests.conftest import Run, program_command, run_program
+from tests.conftest import Run, program_command, succeed
 from tests.programs import ROOT, wait_until_ended
 from tests.serving.conftest import vllm_server
 from tests.serving.ours import OnDisk
@@ -37,8 +37,7 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     with vllm_server(vllm_python, target_of("llama").directory, tmp_path / "server.log", *arguments) as url:
         before = VllmServer(url).counters()
         settings = (*SETTINGS, f"serving.url={url}", f"serving.output_dir={tmp_path}")
-        result = run_program("serving-bench", *overrides, *settings)
-        assert result.returncode == 0, result.stderr[-3000:]
+        succeed("serving-bench", *overrides, *settings)
         counts = VllmServer(url).counts_since(before, 2 + 2 * NUM_REQUESTS)  # two warm up
     rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
     warmup = json.loads((tmp_path / "serving_bench/load_server_warmup.json").read_text())["counts"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtptrain.hidden_states.store import HiddenStore, find_damage
-from tests.conftest import TINY_SETTINGS, make_target, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, make_target, succeed, write_text_files
 
 SEPARATE = ("stage.json",)
 """Files that record how the program was called. Every run writes them anew."""
@@ -22,8 +22,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> lis
     given = [*TINY_SETTINGS, f"target.path={target_dir}", f"prompts.paths=[{files}]", f"run_dir={directory}/run"]
     given += ["head=eagle3", "head.capture_layers=[0,1]", "hidden_states.batch_tokens=512"]
     given.append(f"serving.program={vllm_python}")
-    result = run_program("prompts", *given)
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("prompts", *given)
     return given
 
 
@@ -34,8 +33,7 @@ def store_dir(overrides: list[str]) -> Path:
 
 
 def extract(overrides: list[str], *more: str, num_ranks: int = 1) -> dict[str, bytes]:
-    result = run_program("hidden-states", *overrides, *more, num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("hidden-states", *overrides, *more, num_ranks=num_ranks)
     assert "computed now" in result.stdout
     return {
         path.name: path.read_bytes() for path in sorted(store_dir(overrides).iterdir()) if path.name not in SEPARATE

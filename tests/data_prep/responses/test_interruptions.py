@@ -15,7 +15,7 @@ from data_prep.prompts import prepare_prompts
 from mtptrain.run import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import run_program
+from tests.conftest import succeed
 from tests.data_prep.responses.conftest import CHATS, SETTINGS, ConfigFor, output, respond
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.sealed import flip_bit
@@ -71,8 +71,7 @@ def test_a_killed_run_of_several_ranks_goes_on_with_two_and_ends_as_one_of_one(c
     (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
     paths = (f"run_dir={config.run_dir}", f"target.path={config.target.path}", f"prompts.paths={config.prompts.paths}")
     sampled = [f"responses.{name}={value}" for name, value in SAMPLED.items()]
-    result = run_program("responses", *paths, *SETTINGS, *sampled, num_ranks=2)
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("responses", *paths, *SETTINGS, *sampled, num_ranks=2)
     assert output(config) == written
 
 

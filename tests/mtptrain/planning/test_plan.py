@@ -14,7 +14,7 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.planning.plan import Plan
 from mtptrain.target import hub
-from tests.conftest import make_config, run_program
+from tests.conftest import make_config, succeed
 from tests.published_targets import PUBLISHED_TARGETS
 
 
@@ -36,8 +36,7 @@ def test_the_planned_disk_is_what_a_store_takes(tiny_run: tuple[Path, tuple[str,
     (tmp_path / "prompts").symlink_to(run_dir / "prompts")
     head = ("head=eagle3", "head.capture_layers=[0,1,2]", "hidden_states.store_dtype=fp8")
     captured = (*overrides, f"run_dir={tmp_path}", *head)
-    result = run_program("hidden-states", *captured)
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("hidden-states", *captured)
     for settings, dtype in (((*overrides, f"run_dir='{run_dir}'"), StoreDtype.bfloat16), (captured, StoreDtype.fp8)):
         config, total = make_config(*settings), 0
         directory = config.stage_dir("hidden_states")
@@ -191,8 +190,7 @@ def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(llama_70b: Path
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run[bold]"
-    result = run_program("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'")
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'")
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
     assert "mtptrainpromptshasnotbeenrun" in letters and "ofhostmemory" in letters

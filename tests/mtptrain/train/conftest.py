@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.conftest import Run, run_program
+from tests.conftest import Run, succeed
 from tests.mtptrain.train.runs import PLAIN_STEPS, Record, copy_of, records
 
 
@@ -24,6 +24,5 @@ def reference(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Refere
     directory = tmp_path_factory.mktemp("reference")
     run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1], *PLAIN_STEPS, "deepspeed=zero0")), directory)
     often = ("train.validation_prompts=4", "train.save_every=4", "train.validate_every=4", "train.keep_checkpoints=2")
-    result = run_program("train", *run[1], *often)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("train", *run[1], *often)
     return Reference(run, result, records(run[0]))

@@ -11,7 +11,7 @@ from mtptrain import run as run_module
 from mtptrain.train import prepare
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
-from tests.conftest import Run, make_config, run_program
+from tests.conftest import Run, make_config, succeed
 from tests.programs import StartedProgram, wait_until
 
 FP32 = "deepspeed.bf16.enabled=false"
@@ -23,8 +23,7 @@ Record = dict[str, Any]
 def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[Record]:
     """Train, and return the records of metrics.jsonl that hold a loss."""
     run_dir, settings = run
-    result = run_program("train", *settings, *overrides, num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("train", *settings, *overrides, num_ranks=num_ranks)
     return records(run_dir)
 
 

@@ -14,7 +14,7 @@ from mtptrain.heads.files import build_trainable_head
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.train import initialise
 from mtptrain.utils.files import read_sealed
-from tests.conftest import Run, make_config, run_program
+from tests.conftest import Run, make_config, succeed
 from tests.mtptrain.train.runs import copy_of, refused, train
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=48", "train.validation_prompts=0")
@@ -26,7 +26,7 @@ def captured_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run
     directory = tmp_path_factory.mktemp("eagle3") / "run"
     shutil.copytree(tiny_run[0] / "prompts", directory / "prompts")
     overrides = (f"run_dir={directory}", *tiny_run[1], *EAGLE3)
-    assert run_program("hidden-states", *overrides).returncode == 0
+    succeed("hidden-states", *overrides)
     return directory, overrides
 
 
@@ -34,7 +34,7 @@ def test_a_bf16_engine_trains_the_lm_head_on_a_mix_of_losses_and_keeps_the_offse
     captured_run: Run, tmp_path: Path, tiny_target: Path
 ) -> None:
     run = copy_of(captured_run, tmp_path)
-    assert run_program("draft-vocab", *run[1]).returncode == 0
+    succeed("draft-vocab", *run[1])
     d2t = load_file(run[0] / "draft_vocab/draft_vocab.safetensors")["d2t"]
     settings = ("deepspeed=zero2", "train.loss={kl:0.5,e2e:1,dpace:1}", "train.max_steps=8")
     found = train(run, *settings)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Run, run_program, tiers
+from tests.conftest import Run, succeed, tiers
 from tests.mtptrain.train.runs import FP32, records
 
 MUON = ("train.optimizer=muon", "train.validation_prompts=0", "train.validate_every=0", "train.max_steps=8")
@@ -17,8 +17,7 @@ def losses(run: Run, directory: Path, *overrides: str, num_ranks: int = 1) -> li
         directory.mkdir(parents=True)
         for stage in ("prompts", "hidden_states"):
             (directory / stage).symlink_to(run[0] / stage)
-    result = run_program("train", *run[1], f"run_dir={directory}", *MUON, *overrides, num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr[-3000:]
+    succeed("train", *run[1], f"run_dir={directory}", *MUON, *overrides, num_ranks=num_ranks)
     return [record["loss"] for record in records(directory)]
 
 
