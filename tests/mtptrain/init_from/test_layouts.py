@@ -105,6 +105,7 @@ SPECFORGE_DSPARK = {
     "confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark", "markov_rank": 4,
     "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
 }  # fmt: skip
+AS_DFLASH = {"architectures": ["DFlashDraftModel"]}
 MODEL_OPT_DSPARK = {"projector_type": "dspark", "shift_label": True, "markov_rank": 4, "use_confidence_head": True}
 PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
     ("EAGLE's authors", "eagle", HEAD_CONFIGS["eagle"](), {"architectures": ["LlamaForCausalLM"]}, ()),
@@ -130,10 +131,7 @@ PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...]]] = [
         "DeepSpec", "dspark", replace(DFLASH, sample_from_anchor=True), DEEPSPEC_DFLASH,
         ("dflash_config", "sample_from_anchor", *MARKOV[1:]),
     ),
-    (
-        "ModelOpt", "dspark", DSPARK, {"architectures": ["DFlashDraftModel"], "dflash_config": MODEL_OPT_DSPARK},
-        (*MARKOV, "sample_from_anchor", "is_causal"),
-    ),
+    ("ModelOpt", "dspark", DSPARK, AS_DFLASH | {"dflash_config": MODEL_OPT_DSPARK}, (*MARKOV, "sample_from_anchor")),
     ("Automodel", "dflash2", DFLASH2, {"architectures": ["Qwen3DFlash2DraftModel"]}, ("block_size",)),
 ]  # fmt: skip
 """Projects and their heads: the kind of an export, our settings, and what changes in its config.json."""
@@ -307,7 +305,6 @@ def test_a_head_is_read_with_the_rope_that_it_was_trained_with(heads: dict[str, 
             head.of(replace(head.config, rope_parameters=rope)).is_read(changes)
         argument = r"set '\+head\.rope_parameters=\{rope_type:default,rope_theta:500000\.0\}'"
         head.refuses({"rope_parameters": {"rope_theta": 5e5}}, argument)
-    # ModelOpt adds it to heads that it trained without: that these have the target's RoPE is not silent either.
     model_opt = {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": 1e4}, "eagle_config": MODEL_OPT_EAGLE3}
     heads["eagle3"].refuses(model_opt, argument.replace("500000", "10000"))
     heads["eagle3"].of(replace(EAGLE3, rope_parameters=plain | {"rope_theta": 1e4})).is_read(model_opt)
