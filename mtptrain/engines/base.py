@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -17,6 +19,23 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE, GenerationDefaults, as_words
+
+GENERATION_SETTINGS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("eos_token_ids", "tokenizer_eos_token_id", "max_new_tokens", "max_length", "min_new_tokens"),
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias"),
+    *("forced_bos_token_id", "forced_eos_token_id"),
+)
+"""Settings of a target's generation_config.json, and the end of its tokenizer, which that file need not name."""
+
+
+class Applied(StrEnum):
+    """Whether an engine applies a setting to a request that leaves it out."""
+
+    yes = "yes"
+    without_drafts = "without drafts"
+    refused = "refused with drafts"
 
 
 @dataclass(frozen=True)
@@ -62,8 +81,10 @@ class Engine(ABC):
     """How each head that the engine serves is exported, by the head's name."""
     has_server = True
     """Whether the engine is a server with a chat template."""
-    applies: frozenset[str] = frozenset()
-    """The settings of generation_config.json that the engine applies to a request that leaves them out."""
+    applies: Mapping[str, Applied] = MappingProxyType({})
+    """Which of `GENERATION_SETTINGS` the engine applies to a request that leaves them out; others it never does."""
+    defaults: Mapping[str, float]
+    """How the engine samples if neither the request nor generation_config.json says so. Temperature 0 is greedy."""
     has_our_penalties = False
     """Whether the engine's penalties are those of our sampler, so that its answers with them must equal ours."""
     without_them = "set them in each request"
@@ -80,8 +101,9 @@ class Engine(ABC):
         return "Pass them to `apply_chat_template`"
 
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
-        """Returns the settings that the engine adds to a request that leaves all of them out, by name."""
-        return {name: value for name, value in generation.changes.items() if name in self.applies}
+        """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
+        added = {name for name, applied in self.applies.items() if applied is not Applied.without_drafts}
+        return {name: value for name, value in generation.changes.items() if name in added}
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request gets from the target's generation_config.json that leaves settings out; "" if nothing.

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import Engine
+from mtptrain.engines.base import Applied, Engine
 from mtptrain.engines.exports import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal, captured_layers, layers_must, must_be_false, no_anchor, why_not_captured
@@ -144,6 +144,12 @@ class Sglang(Engine):
         "dspark": SglangDspark,
         "dflash2": SglangDflash2,
     }
+
+    applies = {  # noqa: RUF012 (sglang/srt/configs/model_config.py, managers/schedule_batch.py, speculative/)
+        **dict.fromkeys(("temperature", "top_k", "top_p", "repetition_penalty"), Applied.yes),
+        **{"min_p": Applied.without_drafts, "eos_token_ids": Applied.yes, "tokenizer_eos_token_id": Applied.yes},
+    }
+    defaults = {"temperature": 1.0}  # noqa: RUF012
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         if head.name in WITH_STREAMS:

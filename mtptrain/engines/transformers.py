@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import Engine
+from mtptrain.engines.base import GENERATION_SETTINGS, Applied, Engine
 from mtptrain.engines.format import LAYER_PARTS, Format
 from mtptrain.engines.limits import SIZES, Refusal, different_sizes, quantised
 from mtptrain.engines.target_files import add_target_files
@@ -83,6 +83,12 @@ class Transformers(Engine):
     version = "5.23"
     formats = {"mtp": TransformersMtp}  # noqa: RUF012 (never changed)
     has_server = False
+    applies = {  # noqa: RUF012
+        setting: Applied.yes
+        for setting in GENERATION_SETTINGS
+        if not setting.startswith(("presence", "frequency", "tokenizer", "forced_bos"))
+    }
+    defaults = {"temperature": 0.0}  # noqa: RUF012
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

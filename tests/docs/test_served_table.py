@@ -1,4 +1,4 @@
-"""Tests that the table of docs/serving.md names what tests/serving serves; `make served-table` writes it."""
+"""Tests that docs/serving.md's tables say what tests/serving serves and asks; `make served-table` writes them."""
 
 import os
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.base import GENERATION_SETTINGS
 from mtptrain.engines.table import engine_of, format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.target.families import read_target_config
@@ -14,7 +15,7 @@ from tests.serving.cases import HEADS, SERVED, TARGETS, cases_of
 from tests.serving.writing import make_served_target
 
 PAGE = Path(__file__).parents[2] / "docs/serving.md"
-BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
+BETWEEN = r"(?<=<!-- {0}: written by `make served-table` -->\n).*?(?=<!-- end of {0} -->)"
 FAMILIES = {
     **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE"},
     **{"gemma3_text": "Gemma-3", "deepseek_v2": "DeepSeek-V2"},
@@ -29,6 +30,7 @@ ENGINES = {
     **{"vllm": "vLLM 0.32", "llama_cpp": "llama.cpp b11434", "openvino": "OpenVINO GenAI 2026.4"},
     **{"sglang": "SGLang 0.5.23", "tensorrt_llm": "TensorRT-LLM 1.3", "transformers": "transformers 5.23"},
 }
+NAMES = {"eos_token_ids": "`eos_token_id`", "tokenizer_eos_token_id": "the tokenizer's `eos_token`"}
 ONLY_ON_GPUS = {"dspark": "dspark_fill_in_one_layer", "dflash2": "dflash2"}
 """Heads that vLLM serves with its V2 runner, which needs a GPU, and the variant that a plugin serves in its V1."""
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
@@ -73,10 +75,31 @@ def served_table(directory: Path) -> str:
     return "\n".join([*lines, "", *more, ""])
 
 
-def test_the_table_of_the_page_names_what_the_tests_serve(tmp_path: Path) -> None:
-    table, found = served_table(tmp_path), BETWEEN.search(PAGE.read_text())
-    assert found is not None
-    if os.environ.get("WRITE_SERVED_TABLE"):
-        PAGE.write_text(BETWEEN.sub(lambda _: table, PAGE.read_text()))
-    else:
-        assert found[0] == table, "run `make served-table`"
+def applied_table() -> str:
+    """Returns a table with a column for each engine, and a row for each setting of generation_config.json.
+
+    Settings that all engines treat alike share a row. tests/serving/test_generation_config.py runs the engines.
+    """
+    engines = {name: engine_of(key) for key, name in ENGINES.items() if engine_of(key).applies}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for setting in GENERATION_SETTINGS:
+        cells = tuple(str(engine.applies.get(setting, "no")) for engine in engines.values())
+        rows.setdefault(cells, []).append(NAMES.get(setting, f"`{setting}`"))
+    silent = [
+        ", ".join(f"`{name}` {value:g}" for name, value in engine.defaults.items() if value) or "greedy"
+        for engine in engines.values()
+    ]
+    lines = ["| setting | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
+    lines += [f"| {', '.join(names)} | " + " | ".join(cells) + " |" for cells, names in rows.items()]
+    return "\n".join([*lines, "| *where the file is silent* | " + " | ".join(silent) + " |"]) + "\n"
+
+
+def test_the_tables_of_the_page_say_what_the_tests_find(tmp_path: Path) -> None:
+    for name, table in (("served", served_table(tmp_path)), ("applied", applied_table())):
+        between = re.compile(BETWEEN.format(name), re.DOTALL)
+        found = between.search(PAGE.read_text())
+        assert found is not None
+        if os.environ.get("WRITE_SERVED_TABLE"):
+            PAGE.write_text(between.sub(lambda _, table=table: table, PAGE.read_text()))
+        else:
+            assert found[0] == table, "run `make served-table`"

@@ -26,7 +26,7 @@ from mtptrain.target.loading import load_target
 from tests.conftest import TINY_SETTINGS, Run, make_config, succeed, write_text_files
 from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
-from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
+from tests.serving.openvino import openvino_dir, openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.vllm_jobs import Job, JobRun, generate
 from tests.serving.writing import make_head, make_served_target, write_served_head

@@ -27,20 +27,25 @@ def openvino_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def openvino_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of all converted targets and heads."""
+    return tmp_path_factory.mktemp("openvino")
+
+
+@pytest.fixture(scope="session")
 def serve_by_openvino(
     openvino_python: Path,
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
-    tmp_path_factory: pytest.TempPathFactory,
+    openvino_dir: Path,
 ) -> Serve:
     """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules.
 
     The function can leave a key out of the head's config.json.
     """
-    converted = tmp_path_factory.mktemp("openvino")
 
     def serve(case: Case, without: str = "") -> tuple[list[Generation], EngineRun, EngineCounts]:
-        on_disk, directory = target_of(case.target), converted / f"{case.head}-{case.target}-{without}"
+        on_disk, directory = target_of(case.target), openvino_dir / f"{case.head}-{case.target}-{without}"
         if not directory.exists():
             form = format_for("openvino", HEADS[case.head], on_disk.target.config)
             write_head(directory, form, head_of(case.head, case.target).state_dict())
@@ -49,8 +54,8 @@ def serve_by_openvino(
             config = json.loads((directory / "config.json").read_text())
             (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
         served = served_from(openvino_python, on_disk.directory, directory)
-        job = job_of(served, case.num_speculative_tokens, converted)
-        job |= {"converted_target": str(converted / case.target), "converted_head": str(directory / "converted")}
+        job = job_of(served, case.num_speculative_tokens, openvino_dir)
+        job |= {"converted_target": str(openvino_dir / case.target), "converted_head": str(directory / "converted")}
         job |= QUESTIONS._asdict()
         ours = drafted_here(case, target_of, head_of)
         counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, QUESTIONS)

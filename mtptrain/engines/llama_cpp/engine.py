@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.base import Applied, RunningEngine, Served
 from mtptrain.engines.limits import Refusal, must_be_false, why_not_captured, window_of
 from mtptrain.engines.llama_cpp import formats
 from mtptrain.engines.llama_cpp.formats import ARCHITECTURE_OF
@@ -59,6 +59,10 @@ class LlamaCpp(RunningEngine):
         "dflash2": formats.LlamaCppDflash2,
         "draft_model": formats.LlamaCppDraftModel,
     }
+    applies = dict.fromkeys(
+        ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "tokenizer_eos_token_id"), Applied.yes
+    )
+    defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # noqa: RUF012 (never changed)
     server = LlamaServer
     advice = (
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "

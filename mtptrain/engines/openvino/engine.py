@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.base import Applied, RunningEngine, Served
 from mtptrain.engines.limits import Refusal, must_be_false, no_anchor, why_not_captured, window_of
 from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
 from mtptrain.engines.process import EngineCrashed, find_python, run_worker, warn_of_version
@@ -24,6 +24,7 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
 from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import NEUTRAL
 from mtptrain.utils.errors import UserError
 
 VERSION = "2026.4.1"
@@ -48,6 +49,11 @@ class Openvino(RunningEngine):
         "dflash": OpenvinoDflash,
         "draft_model": OpenvinoDraftModel,
     }
+    applies = {  # noqa: RUF012 (never changed)
+        **dict.fromkeys((*NEUTRAL, "do_sample", "max_new_tokens", "max_length"), Applied.without_drafts),
+        **{"min_new_tokens": Applied.without_drafts, "eos_token_ids": Applied.yes},
+    }
+    defaults = {"temperature": 0.0}  # noqa: RUF012
     has_server = False
     advice = "export the head again"
 

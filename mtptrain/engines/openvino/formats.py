@@ -7,6 +7,7 @@ src/cpp/src/speculative_decoding/ in openvino.genai.
 """
 
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.generation import FILE, PENALTIES, as_words, read_generation
 from mtptrain.utils.files import save_tensors
 
 CONVERT = "optimum-cli export openvino --task text-generation-with-past --weight-format fp32"
@@ -36,10 +38,16 @@ scheduler = openvino_genai.SchedulerConfig()
 scheduler.enable_prefix_caching = False
 draft = openvino_genai.draft_model("head_openvino", "CPU")
 pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft, scheduler_config=scheduler)
-# generation_config.json may ask for sampling, which is wrong with drafts: see the notes
+# of generation_config.json, only the ends are read with drafts; a limit is needed, and penalties are to be given here
 greedy = {{"do_sample": False, "max_new_tokens": 64}}
 print(pipeline.generate("def main", num_assistant_tokens={num_speculative_tokens}, **greedy))
 """
+
+
+FAILS_WITH_PENALTIES = (
+    "the first request with a repetition, presence or frequency penalty fails in OpenVINO GenAI 2026.4.1, which then "
+    "accepts no draft until the pipeline is built anew; send none, or train with head.draft_vocab_size=null"
+)
 
 
 class OpenvinoFormat(Format):
@@ -65,6 +73,8 @@ class OpenvinoFormat(Format):
             "heads at temperature 0.3 and 0.8: garbage).",
             'With `INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"` for both models, OpenVINO accepts '
             "exactly the drafts that mtptrain does. By default it rounds to the types in which the CPU is fastest.",
+            "With drafts, OpenVINO reads only the ends of the target's `generation_config.json`, needs "
+            "`max_new_tokens` in each request, and mostly ends an answer too early with `min_new_tokens`.",
         ]
         if self.hidden_layers:
             notes.append(
@@ -106,8 +116,19 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
         # optimum-intel does not read these ids: `head.init_from` and `openvino_worker`, which tells OpenVINO, do.
         return super().config_json(dtype) | {"draft_vocab_size": self.vocab_size} | self.layer_ids(self.layers)
 
+    def notes(self) -> list[str]:
+        return super().notes() + [FAILS_WITH_PENALTIES] * (self.head.draft_vocab_size is not None)
+
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's lm_head to a head without its own."""
+        """Add the target's lm_head to a head without its own, and warn of penalties that others do not take."""
+        sampling = read_generation(target_dir, self.target).sampling
+        penalties = {name: sampling[name] for name in PENALTIES if name in sampling}
+        if self.head.draft_vocab_size is not None and penalties:
+            warnings.warn(
+                f"{target_dir / FILE}: must not have a penalty for an eagle3 head with a draft vocabulary, but has "
+                f"{as_words(penalties)}: {FAILS_WITH_PENALTIES}",
+                stacklevel=2,
+            )
         if self.head.draft_vocab_size is None:
             tensors, lm_head = self.read(directory), load_frozen_parts(target_dir).lm_head
             dtype = tensors["fc.weight"].dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.base import Applied, RunningEngine, Served
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
 from mtptrain.engines.load import send_all
@@ -77,9 +77,13 @@ class Vllm(RunningEngine):
         "dflash2": formats.VllmDflash2,
         "draft_model": formats.VllmDraftModel,
     }
+    applies = {  # noqa: RUF012 (never changed)
+        **dict.fromkeys((*NEUTRAL, "max_new_tokens", "eos_token_ids", "tokenizer_eos_token_id"), Applied.yes),
+        "min_p": Applied.refused,
+    }
+    defaults = {"temperature": 1.0}  # noqa: RUF012
     server = VllmServer
     has_our_penalties = True
-    applies = frozenset((*NEUTRAL, "max_new_tokens"))
     without_them = "start vLLM with `--generation-config vllm`, or set them in each request"
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
     how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
