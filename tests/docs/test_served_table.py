@@ -76,22 +76,19 @@ def served_table(directory: Path) -> str:
 
 
 def applied_table() -> str:
-    """Returns a table with a column for each engine, and a row for each setting of generation_config.json.
+    """Returns a table with a row for each setting of generation_config.json, and a column for each engine.
 
-    Settings that all engines treat alike share a row. tests/serving/test_generation_config.py runs the engines.
+    tests/serving/test_generation_config.py runs the engines.
     """
-    engines = {name: engine_of(key) for key, name in ENGINES.items() if engine_of(key).applies}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for setting in GENERATION_SETTINGS:
-        cells = tuple(str(engine.applies.get(setting, "no")) for engine in engines.values())
-        rows.setdefault(cells, []).append(NAMES.get(setting, f"`{setting}`"))
-    silent = [
-        ", ".join(f"`{name}` {value:g}" for name, value in engine.defaults.items() if value) or "greedy"
-        for engine in engines.values()
-    ]
+    engines = {name.replace("GenAI ", ""): engine_of(key) for key, name in ENGINES.items() if engine_of(key).applies}
     lines = ["| setting | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
-    lines += [f"| {', '.join(names)} | " + " | ".join(cells) + " |" for cells, names in rows.items()]
-    return "\n".join([*lines, "| *where the file is silent* | " + " | ".join(silent) + " |"]) + "\n"
+    for setting in GENERATION_SETTINGS:
+        cells = [NAMES.get(setting, f"`{setting}`")]
+        for engine in engines.values():
+            own = f" ({engine.defaults[setting]:g})" if setting in engine.defaults else ""
+            cells.append(engine.applies.get(setting, "no") + own)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_tables_of_the_page_say_what_the_tests_find(tmp_path: Path) -> None:
