@@ -56,7 +56,7 @@ class DraftQuality:
         draft = seen.draft
         assert draft.logits is not None, "only drafts of a head have logits"
         draft_probs = self.head.over_target_vocab(  # [B, K, V]
-            self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
+            self.sampler.draft_probs(torch.stack(draft.logits, 1)), self.vocab_size
         )
         overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]
         confidence = draft.confidences

@@ -96,7 +96,7 @@ class HeadDrafter:
             if isinstance(self.head, Confident):
                 confidences.append(self.head.confidence_of(states, previous))
             if is_sampled:
-                draft_probs = sampler.probs(logits)
+                draft_probs = sampler.draft_probs(logits)
                 probs.append(self.head.over_target_vocab(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
             draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
             tokens.append(self.head.target_tokens(draft_tokens))

@@ -108,7 +108,7 @@ class Sampler:
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the distribution [..., V] after min-p, top-k and top-p filtering, in this order."""
-        probs = self.scaled(logits.float()).softmax(-1)
+        probs = self.draft_probs(logits)
         if self.min_p:
             probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
             probs = probs / probs.sum(-1, keepdim=True)
@@ -121,6 +121,10 @@ class Sampler:
         is_kept[..., 0] = True  # a very small top_p, or rounding in the sum, must not leave a row without a token
         ordered = torch.where(is_kept, ordered, 0.0)
         return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
+
+    def draft_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the distribution [..., V] that drafts are sampled from: as in vLLM, by the temperature alone."""
+        return self.scaled(logits.float()).softmax(-1)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns a token [...] for each row of logits [..., V]: the most likely one if greedy, else a sampled one."""
