@@ -60,7 +60,7 @@ LINES = {
     "mtptrain/settings": 1150,
     "mtptrain/target": 2735,
     "mtptrain/training": 2860,
-    "mtptrain/utils": 1110,
+    "mtptrain/utils": 1130,
     "data_prep": 2800,
     "eval": 2340,
     "slurm": 159,
