@@ -187,6 +187,7 @@ SERVED = {
         "eagle3": "*llama llama:1 llama:5 qwen3 mistral qwen2",
         "eagle3_small_vocabulary": "llama",
         "eagle3_own_lm_head": "qwen3",
+        "eagle3_default_layers": "llama_10_layers",
         "eagle3_last_stream": "llama",
         "eagle3_own_rope": "llama",
         "dflash": "*llama_shared qwen3_shared mistral qwen2",

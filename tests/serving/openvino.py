@@ -1,6 +1,5 @@
 """Builds what OpenVINO GenAI serves: targets and heads, converted by optimum-intel."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,20 +38,15 @@ def serve_by_openvino(
     head_of: Callable[[str, str], Head],
     openvino_dir: Path,
 ) -> Serve:
-    """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules.
+    """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules."""
 
-    The function can leave a key out of the head's config.json.
-    """
-
-    def serve(case: Case, without: str = "") -> tuple[list[Generation], EngineRun, EngineCounts]:
-        on_disk, directory = target_of(case.target), openvino_dir / f"{case.head}-{case.target}-{without}"
+    def serve(case: Case) -> tuple[list[Generation], EngineRun, EngineCounts]:
+        on_disk, directory = target_of(case.target), openvino_dir / f"{case.head}-{case.target}"
         if not directory.exists():
             form = format_for("openvino", HEADS[case.head], on_disk.target.config)
             write_head(directory, form, head_of(case.head, case.target).state_dict())
             form.add_target(directory, on_disk.directory)
             check_tensors(directory, form)
-            config = json.loads((directory / "config.json").read_text())
-            (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
         served = served_from(openvino_python, on_disk.directory, directory)
         job = job_of(served, case.num_speculative_tokens, openvino_dir)
         job |= {"converted_target": str(openvino_dir / case.target), "converted_head": str(directory / "converted")}

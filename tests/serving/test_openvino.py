@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.engines.exports import LAYER_IDS
 from tests.conftest import Run
 from tests.serving.cases import Case, cases_of, each
 from tests.serving.ours import Serve, check_equal
@@ -16,14 +15,6 @@ from tests.serving.ours import Serve, check_equal
 @each(cases_of("openvino"))
 def test_openvino_counts_as_we_do(serve_by_openvino: Serve, case: Case) -> None:
     check_equal(serve_by_openvino, case)
-
-
-def test_openvinos_default_layers_are_not_ours(serve_by_openvino: Serve) -> None:
-    """Tests that layers are written even for a head with the layers that all engines take by default."""
-    case = Case("eagle3_default_layers", "llama_10_layers")
-    check_equal(serve_by_openvino, case)
-    _, theirs, counted = serve_by_openvino(case, without=LAYER_IDS)
-    assert theirs.counts != counted
 
 
 @pytest.mark.slow

@@ -3,16 +3,20 @@ prompt."""
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.divergence import first_answer_divergence, first_draft_divergence
+from mtptrain.decoding.drafters import PromptLookupDrafter
 from mtptrain.engines.requests import EngineCounts
 from mtptrain.heads.base import Head
 from tests.serving.cases import HAS_AMX, PROMPTS, Case, broken_cases, cases_of, each
-from tests.serving.conftest import Served
-from tests.serving.ours import OnDisk, drafted_here
+from tests.serving.conftest import Served, plain_job
+from tests.serving.ours import OnDisk, decoded_here
+from tests.serving.vllm_jobs import generate
 
 QUICK_CONTROLS = {Case("mtp", "llama", broken="columns"), Case("dflash2", "llama", broken="selector")}
 
@@ -68,16 +72,15 @@ def test_a_head_served_with_one_part_wrong_has_other_counters(served: Callable[[
     assert theirs.tokens == [generation.tokens for generation in served(case).ours]
 
 
-@each({Case("mtp_mimo", "mimo"): False})
-def test_the_states_and_the_first_embedding_that_mimo_reads_show_in_the_counters(
-    target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
+@pytest.mark.slow
+def test_prompt_lookup_has_the_counters_and_answers_of_vllms_ngram(
+    vllm_python: str, target_of: Callable[[str], OnDisk]
 ) -> None:
-    """Tests that a wrong setting of MiMo's head would be seen. MiMo passes on the states before the final norm."""
-
-    def accepted(**attributes: object) -> list[int]:
-        head = deepcopy(head_of(case.head, case.target))
-        for name, value in attributes.items():
-            setattr(head, name, value)
-        return summarise(drafted_here(case, target_of, lambda *_: head)).accepted_at
-
-    assert accepted() not in (accepted(read_layers=()), accepted(zero_first_embedding=False))
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    job = replace(plain_job("ngram", target_of("llama")), speculative_config=settings)
+    (theirs,) = generate([job], Path(vllm_python))
+    generations = decoded_here(target_of("llama").target, PromptLookupDrafter(3, max_ngram=4, min_ngram=2), 3)
+    ours = summarise(generations)
+    assert theirs.counts == EngineCounts(ours.rounds, ours.drafted, ours.accepted_at), theirs.error
+    assert theirs.tokens == [generation.tokens for generation in generations]
+    assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "some drafts must be accepted, but not all"

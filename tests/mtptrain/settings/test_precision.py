@@ -4,18 +4,22 @@
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from mtptrain.config import Dtype
+from mtptrain.config import Dtype, load_config
+from mtptrain.settings.hardware import this_machine
 from mtptrain.settings.precision import fast_dtype
 from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16
-from tests.conftest import make_config
+from tests.conftest import compose_config, make_config
 
 WITHOUT, WITH = "0", "1"
 CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
@@ -71,3 +75,32 @@ def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: py
         ValueError, match=r"deepspeed.bf16.enabled: must be possible on a GPU.*but Tesla T4 has no bf16"
     ):
         check_device(torch.device("cuda"), {"bf16": {"enabled": True}})
+
+
+@contextmanager
+def gpus(number: int, memory_gb: int) -> Iterator[None]:
+    """Let torch report this many GPUs."""
+    properties = SimpleNamespace(total_memory=memory_gb * 10**9)
+    with (
+        patch("torch.cuda.is_available", lambda: number > 0),
+        patch("torch.cuda.is_bf16_supported", lambda **_: True),
+        patch("torch.cuda.device_count", lambda: number),
+        patch("torch.cuda.get_device_properties", lambda _: properties),
+    ):
+        yield
+
+
+def test_auto_is_the_hardware_that_is_nearest_to_the_machine() -> None:
+    for number, memory_gb, hardware, batch_tokens in (
+        (0, 0, "cpu", 1536),
+        (1, 80, "gpu_1", 4096),
+        (4, 80, "h100_8", 32768),
+    ):
+        with gpus(number, memory_gb):
+            assert this_machine().hardware == hardware
+            config = load_config(compose_config("recipe=mtp"))
+        assert config.train.batch_tokens == batch_tokens
+        assert config.planner.num_gpus == max(1, number)
+        assert number == 0 or config.planner.gpu_memory_gb == memory_gb
+        assert config.planner.gpu_tflops == 0
+        assert config.hidden_states.backend == "transformers"

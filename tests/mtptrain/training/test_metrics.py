@@ -12,7 +12,7 @@ import wandb
 
 from mtptrain.train import main
 from mtptrain.training.flops import StepFlops, _now
-from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb, track_report
+from mtptrain.training.metrics import StepMeter, Tracking, start_wandb, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -42,16 +42,6 @@ def test_waiting_for_data_while_the_device_is_busy_costs_nothing_and_an_mfu_is_n
     before = _now(CPU)
     time.sleep(0.1)  # as if other programs had the cores: only the time in which this process computes counts
     assert _now(CPU) - before < 0.05
-
-
-def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for num_steps, path in ((5, tmp_path / "short.json"), (6, tmp_path / "long.json")):
-        tracer = Tracer(path)
-        for _ in range(num_steps):
-            tracer.step_done()
-        tracer.close()
-        message = f"must make at least six steps for {path}, a trace of its sixth to eighth step, but made 5"
-        assert (message in capsys.readouterr().out) == (num_steps == 5) == (not path.exists())
 
 
 def test_training_sets_the_allocator_before_it_looks_for_gpus_as_the_user_wants_it(

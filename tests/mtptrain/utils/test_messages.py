@@ -1,6 +1,9 @@
-"""Tests which errors are reported without a stack, and what their messages say."""
+"""Tests what programs show: errors without a stack, warnings, bars, and nothing that must be hidden."""
 
+import io
+import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtptrain.utils import progress
 from mtptrain.utils.errors import StageMissing, UserError, refusal, show_warning
+from mtptrain.utils.masking import hide_home, hide_passwords, hide_secrets
+from mtptrain.utils.progress import ProgressBar
 
 
 def raised(act: Callable[[], object]) -> Exception:
@@ -54,3 +60,34 @@ def test_a_warning_for_users_is_one_line_and_any_other_says_where_it_is(
         warnings.warn("old name", DeprecationWarning, stacklevel=1)
     ours, other = capsys.readouterr().err.splitlines()[:2]
     assert ours == "WARNING K: should be 3" and __file__ in other and "DeprecationWarning: old name" in other
+
+
+def test_secrets_and_homes_are_hidden_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hide_passwords(["x=http://me:a@b:c@h/v1", {"p": "hf://a/b@c"}]) == ["x=http://***@h/v1", {"p": "hf://a/b@c"}]
+    assert hide_secrets("the key is abcdefgh, abcdef", ["abcdef", "abcdefgh", "a"]) == "the key is ***, ***"
+    shown = "a 'http://h/v1?key=***&***' http://h?***#d ?e=f"
+    assert hide_passwords("a 'http://h/v1?key=1&b' http://h?c#d ?e=f") == shown
+    monkeypatch.setenv("HOME", "/root")
+    assert hide_home(json.dumps(["/root/runs", "/root", "/rootfs/a", "/mnt/root/b"])) == json.dumps(
+        ["~/runs", "~", "/rootfs/a", "/mnt/root/b"]
+    )
+    monkeypatch.setenv("HOME", "/")
+    assert hide_home("/root/runs") == "/root/runs" and "~" not in hide_home("a / b")
+
+
+def test_a_bar_in_a_log_file_writes_whole_lines_and_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with ProgressBar(total=1000, desc="steps", unit="step") as bar:
+        for _ in range(1000):
+            bar.update()
+            bar.set_postfix(loss="1.0")
+    assert log.getvalue().count("\n") == 1 and "\r" not in log.getvalue()
+    assert log.getvalue().startswith("steps: 100%") and "1000/1000" in log.getvalue()
+
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with ProgressBar(total=3, desc="rows") as bar:
+        for _ in range(3):
+            bar.update()
+            bar.refresh()
+    assert sum(line.startswith("rows") for line in log.getvalue().splitlines()) > 3
