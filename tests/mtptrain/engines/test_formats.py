@@ -17,6 +17,8 @@ from transformers import AutoConfig, LlamaConfig
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import ENGINES, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
+from mtptrain.target.families import read_target_config
+from tests.conftest import make_target
 from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
 FORMATS = Path(__file__).with_name("formats.json")
@@ -138,3 +140,15 @@ def test_layer_ids_are_counted_as_the_engine_counts_them_and_left_out_where_they
             key = "eagle_aux_hidden_state_layer_ids"
             assert config.get("eagle_config") == (None if ids is None else {key: ids})
             assert config.get(key) == (ids if engine == "vllm" else None), "llama.cpp's converter reads no other place"
+
+
+@pytest.mark.parametrize(("size", "warns"), [(96, True), (None, False)])
+def test_a_penalty_of_the_target_is_named_that_openvino_fails_with(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, size: int | None, warns: bool
+) -> None:
+    target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
+    (target_dir / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    form = format_for("openvino", head_config("eagle3", draft_vocab_size=size), read_target_config(target_dir))
+    written(tmp_path / "head", form)
+    form.add_target(tmp_path / "head", target_dir)
+    assert any("repetition_penalty 1.05" in str(each.message) for each in recwarn) == warns
