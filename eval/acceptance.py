@@ -139,17 +139,19 @@ def served_settings(run: Run) -> dict[str, dict[str, Any]]:
     """Returns how the engine of the export samples for requests that leave settings out, by the name of a row.
 
     `as_served` are requests with the temperature of the other rows, `as_served_sampled` those without one. There is no
-    row for what generation_config.json does not set, the engine does not add, or adds by rules of its own.
+    row for what generation_config.json does not set, the engine does not add or refuses, or adds by rules of its own.
     """
-    engine, temperature = engine_of(run.config.export.engine), run.config.acceptance.temperature
-    added = engine.added_to(run.target.generation)
-    penalties = {name: value for name, value in added.items() if name in PENALTIES and engine.has_our_penalties}
-    sampled = {name: value for name, value in added.items() if name in ONLY_SAMPLED}
-    rows = {}
+    engine, generation = engine_of(run.config.export.engine), run.target.generation
+    added, rows = engine.added_to(generation), dict[str, dict[str, Any]]()
+    penalties = {name: value for name, value in added.items() if name in PENALTIES}
+    if penalties and not engine.has_our_penalties:
+        return rows
     if penalties:
-        rows["as_served"] = {"temperature": temperature, **penalties}
-    if sampled and (run.target.generation.samples or "do_sample" not in engine.applies):
-        rows["as_served_sampled"] = {"temperature": 1.0, **sampled, **penalties}
+        rows["as_served"] = {"temperature": run.config.acceptance.temperature, **penalties}
+    sampled = {name: value for name, value in added.items() if name in ONLY_SAMPLED}
+    is_sampled = generation.samples or "do_sample" not in engine.applies
+    if sampled and is_sampled and not engine.refused_for(generation):
+        rows["as_served_sampled"] = {**engine.defaults, **sampled, **penalties}
     return rows
 
 

@@ -76,7 +76,9 @@ def questions(neutral: Questions, target: TargetFiles, engine: RunningEngine) ->
     greedy = (neutral if changes else few)._replace(
         manner=Manner.greedy, chat=chat if target.tokenizer.chat_template else None
     )
-    return [greedy] if engine.why_not_sampled() else [greedy, few._replace(manner=Manner.plain)]
+    if engine.why_not_sampled() or engine.refused_for(target.generation):
+        return [greedy]
+    return [greedy, few._replace(manner=Manner.plain)]
 
 
 class AsServed:
@@ -199,8 +201,9 @@ def print_as_served(
     applied = {name: value for name, value in engine.added_to(generation).items() if name not in ONLY_SAMPLED}
     if applied and not greedy.num_different:
         print(f"{FILE} sets {as_words(applied)}, but the server adds nothing of that to these requests.")
-    if reason := engine.why_not_sampled():
-        print(f"Requests that set nothing, and may be sampled, are not asked: {reason}.")
+    refused = [f"the engine refuses {name} with drafts" for name in engine.refused_for(generation)]
+    if reasons := ", and ".join(filter(None, [engine.why_not_sampled(), *refused])):
+        print(f"Requests that set nothing, and may be sampled, are not asked: {reasons}.")
     for each in asked:
         for reason in filter(None, [*each.reasons, each.other_chat]):
             print(f"requests that set {each.manner}: {reason}")

@@ -102,26 +102,34 @@ class Engine(ABC):
 
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
-        added = {name for name, applied in self.applies.items() if applied is not Applied.without_drafts}
-        return {name: value for name, value in generation.changes.items() if name in added}
+        changes = generation.changes.items()
+        return {name: value for name, value in changes if self.applies.get(name) is Applied.yes}
+
+    def refused_for(self, generation: GenerationDefaults) -> list[str]:
+        """Returns the settings for which the engine refuses sampled requests, with drafts, that leave them out."""
+        return [name for name in generation.changes if self.applies.get(name) is Applied.refused]
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request gets from the target's generation_config.json that leaves settings out; "" if nothing.
 
         The sentences are those of the acceptance report and of an export's README.
         """
-        added, sets = self.added_to(generation), generation.changes
+        added, refused, sets = self.added_to(generation), self.refused_for(generation), generation.changes
         if not sets:
             return ""
+        engine = f"{self.name} {self.version}"
         sentences = [f"The target's {FILE} sets {as_words(sets)}."]
-        if left_out := [name for name in sets if name not in added]:
-            sentences.append(f"{self.name} {self.version} does not apply {', '.join(left_out)}.")
+        if left_out := [name for name in sets if name not in (*added, *refused)]:
+            sentences.append(f"{engine} does not apply {', '.join(left_out)}.")
         if added:
             sentences.append(
-                f"{self.name} {self.version} applies {', '.join(added)} to each request that leaves it out, and then "
-                f"accepts another share of the drafts than with neutral requests: to switch that off, "
-                f"{self.without_them}."
+                f"{engine} applies {', '.join(added)} to each request that leaves it out, and then accepts another "
+                "share of the drafts than with neutral requests."
             )
+        if refused:
+            sentences.append(f"With drafts it refuses sampled requests that leave out {', '.join(refused)}.")
+        if added or refused:
+            sentences.append(f"To switch that off, {self.without_them}.")
         return " ".join(sentences)
 
     def note_for_this_machine(self) -> str:

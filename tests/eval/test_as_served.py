@@ -44,6 +44,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("vllm", PENALTY, {"as_served": greedy_row}),
         ("vllm", sampled, {"as_served_sampled": sampled_row}),
         ("vllm", sampled | PENALTY, {"as_served": greedy_row, "as_served_sampled": sampled_row | PENALTY}),
+        ("vllm", sampled | {"min_p": 0.1}, {}),  # which vLLM refuses with drafts
+        ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own
+        ("llama_cpp", sampled | PENALTY, {}),
         ("openvino", PENALTY, {}),
     ]
     for engine, generation, expected in cases:
@@ -53,6 +56,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert "sets temperature 0.7, repetition_penalty 1.05, suppress_tokens [3]. vLLM 0.32 does not apply supp" in note
     assert "applies temperature, repetition_penalty to each request" in note and "`--generation-config vllm`" in note
     assert not engine_of("vllm").defaults_note(GenerationDefaults(temperature=1.0))
+    note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
+    assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +126,8 @@ def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_gree
     neutral, target = Questions([[1]] * 100, 8, [0]), make_speaking_target(tmp_path)
 
     def asked(why_not_sampled: str = "", has_server: bool = True, **generation: Any) -> list[Questions]:
-        engine = SimpleNamespace(has_server=has_server, why_not_sampled=lambda: why_not_sampled)
+        refused = lambda generation: ["min_p"] if generation.min_p else []  # noqa: E731
+        engine = SimpleNamespace(has_server=has_server, why_not_sampled=lambda: why_not_sampled, refused_for=refused)
         return questions(neutral, run_with(target, "vllm", **generation).target, engine)  # type: ignore[arg-type]
 
     greedy, plain = asked(temperature=0.7)
@@ -131,7 +137,7 @@ def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_gree
         Manner.plain,
         32,
     )
-    assert greedy.chat is not None and plain.chat is None
+    assert greedy.chat is not None and plain.chat is None and len(asked(min_p=0.1)) == 1
     [greedy] = asked("it samples wrongly", presence_penalty=0.5)
     assert (greedy.manner, len(greedy.prompts)) == (Manner.greedy, 100) and not asked(has_server=False)
 
