@@ -167,7 +167,7 @@ def test_openvino_applies_what_the_table_says(
 ) -> None:
     serve_by_openvino(Case("eagle3", "llama"))  # converts both
     shutil.copytree(openvino_dir / "llama", tmp_path / "target")
-    pipelines = asked.pipelines(tmp_path / "target", str(openvino_dir / "eagle3-llama-/converted"))
+    pipelines = asked.pipelines(tmp_path / "target", str(openvino_dir / "eagle3-llama/converted"))
     check("openvino", asked, *run_worker(openvino_python, WORKER, "openvino", pipelines, "OpenVINO"))
 
 
