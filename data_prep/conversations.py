@@ -1,6 +1,5 @@
 """Reads rows from JSON and parquet files and data sets on the hub, and finds the usable conversations."""
 
-import hashlib
 import json
 import re
 import warnings
@@ -15,7 +14,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
+from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group, short_hash
 from mtptrain.data.prompt_files import describe_refusals
 from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, TEXT_NAMES, RowFormat, parse_row, text_of
@@ -109,7 +108,7 @@ class Conversations(Source):
         texts = [each["content"] for each in messages if each["role"] in ("user", "assistant")]
         if len(texts) > 1 and all(map(JSON_TEXT.fullmatch, filter(None, texts))):
             raise ConversationRefused(QUOTED)
-        return conversation_name(row, messages), question_group(messages), passed_over
+        return row_name(row, json.dumps(messages).encode()), question_group(messages), passed_over
 
     def messages(self, index: int) -> list[Message]:
         return parse_row(self.row(index), self.form)[0]
@@ -139,12 +138,10 @@ def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split
     return Conversations(form).add_all(paths, split)
 
 
-def conversation_name(row: Row, messages: Sequence[Message]) -> str:
-    """Returns the row's `id` or `conversation_id`, or else a hash of its messages. It does not affect the split."""
-    for key in ID_COLUMNS:
-        if row.get(key) not in (None, ""):
-            return text_of("id", str(row[key]))
-    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+def row_name(row: Row, content: bytes) -> str:
+    """Returns the row's `id` or `conversation_id`, or else a hash of its content. It does not affect the split."""
+    given = [str(row[key]) for key in ID_COLUMNS if row.get(key) not in (None, "")]
+    return text_of("id", given[0]) if given else short_hash(content)
 
 
 def _row(path: str, rows: Sequence[Row], index: int) -> Row:

@@ -25,7 +25,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import as_ids
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.figures import Figure, share
+from mtptrain.utils.figures import share
 
 
 def main(config: PipelineConfig) -> None:
@@ -42,7 +42,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     size = draft_vocab_size(head, vocab_size)
     identity = run.identity(HEADS[head.name].resolve_capture_layers(head, target.config))
 
-    counts = {split: count_predictable(run.documents(split), vocab_size) for split in Split}
+    counts = {split.value: count_predictable(run.documents(split), vocab_size) for split in Split}
     token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target))
 
     stage_dir = run.stage_dir("draft_vocab")
@@ -54,7 +54,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
         prompts_sha256=identity.prompts_sha256,
         distinct_tokens=int(np.count_nonzero(counts[Split.train])),
         filled_up_tokens=int(np.count_nonzero(counts[Split.train][token_ids] == 0)),
-        coverage={split.value: coverage(counts[split], token_ids) for split in Split},
+        coverage={split: share(each[token_ids].sum().item(), each.sum().item()) for split, each in counts.items()},
     )
     write_draft_vocab(stage_dir, d2t, manifest)
     return manifest
@@ -102,11 +102,6 @@ def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDA
     ranked = counts.copy()
     ranked[sorted(always)] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-ranked, kind="stable")[:size])
-
-
-def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> Figure:
-    """Returns the share of the counted tokens that are among `token_ids`, or None if none was counted."""
-    return share(int(counts[token_ids].sum()), int(counts.sum()))
 
 
 def print_summary(manifest: DraftVocabManifest) -> None:

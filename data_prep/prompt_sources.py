@@ -1,6 +1,5 @@
 """Gives every prompt source the same interface: named files, conversations or rows of tokens, encoded on demand."""
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.data.conversation import ConversationRefused
+from mtptrain.data.conversation import ConversationRefused, short_hash
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.row_files import Row
-from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over, text_of
+from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
-from .conversations import Source, read_conversations
+from .conversations import Source, read_conversations, row_name
 from .near_duplicates import join_near_duplicates
 from .renderings import EncodedItem, Encoding, check_chat_template
 from .responses.store import read_responses
@@ -76,10 +75,8 @@ class TokenRows(Source):
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         # Answers to one prompt stay together: a group is named by the tokens before the first supervised one, if any.
         encoding, passed_over = read_tokens(row, self.form.metadata)
-        ids, name = encoding.input_ids, row.get("id")
-        asked = ids[: encoding.loss_mask.argmax()]
-        name = _hash(ids) if name in (None, "") else text_of("id", str(name))
-        return name, _hash(asked if len(asked) else ids), passed_over
+        ids, num_asked = encoding.input_ids, int(encoding.loss_mask.argmax())
+        return row_name(row, ids.tobytes()), short_hash(ids[: num_asked or None].tobytes()), passed_over
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
         return [EncodedItem([read_tokens(self.row(index), self.form.metadata)[0]]) for index in indices]
@@ -109,7 +106,3 @@ def _numbers(name: str, columns: Mapping[str, Any], most: int) -> NDArray[np.int
     if not isinstance(values, list) or not all(isinstance(value, int) and 0 <= value <= most for value in values):
         raise ConversationRefused(f"{name} must be a list of whole numbers from 0 to {most:,}, but is not")
     return np.array(values, np.int64)
-
-
-def _hash(ids: NDArray[np.int32]) -> str:
-    return hashlib.sha256(ids.tobytes()).hexdigest()[:16]

@@ -217,14 +217,13 @@ def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, promp
     if len(train) and not any(has_drafts(train.mask(i)) for i in range(len(train))):
         empty.append(f"train holds {len(train):,} in which no token can be drafted")
     if empty:
+        names = ("pattern", "validation_fraction", "max_train_tokens", "max_document_tokens")
         raise UserError(
             f"prompts.paths: {describe_refusals(report.counts['items'], refused)}; each split must hold a "
             "document, with an answer after exactly the prompt that a server sends if it is a conversation, and train "
             f"one in which two generated tokens follow another token, but {' and '.join(empty)}, of "
             f"{report.counts['questions']:,} different questions or files, with "
             f"{report.counts['windows_unsupervised']} windows without a supervised token; correct prompts.paths, "
-            f"prompts.pattern ({prompts.pattern}), prompts.validation_fraction ({prompts.validation_fraction}), "
-            f"prompts.max_train_tokens ({prompts.max_train_tokens}), prompts.max_document_tokens "
-            f"({prompts.max_document_tokens}), the data or the chat template, or let the target answer (mtptrain "
-            "responses, prompts.source=responses)"
+            f"{', '.join(f'prompts.{name} ({getattr(prompts, name)})' for name in names)}, the data or the chat "
+            "template, or let the target answer (mtptrain responses, prompts.source=responses)"
         )

@@ -17,11 +17,10 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_text, tokenize_rendered
+from mtptrain.data.chat_template import PROBE, render_text, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
-_PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
 INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character
 
 
@@ -185,7 +184,7 @@ class Dialogue:
         content is the generated text.
         """
         prompt, expected = self._prompt, [*self._prompt_ids, *response.token_ids, *response.end_ids]
-        response_start = prompt[len(commonprefix([prompt, self._render(_PROBE)])) :]  # noqa: RUF071 (texts, not paths)
+        response_start = prompt[len(commonprefix([prompt, self._render(PROBE)])) :]  # noqa: RUF071 (texts, not paths)
         found = (text, False, False)
         for content in (text, response_start + text):
             rendered = self._render(content)

@@ -302,7 +302,7 @@ def print_report(
     """Print the counts and, for each reason in `failures.jsonl`, the conversations left out or ended early."""
     words = {
         "turns": "turns to generate",
-        **COUNTS,
+        **{name: words for name, (words, _) in COUNTS.items()},
         "failed": "conversations that failed, which the next run retries",
         "refused": "rows that cannot be used",
     }

@@ -26,16 +26,7 @@ from mtptrain.data.identity import TargetIdentity, refuse_different_facts, refus
 from mtptrain.data.rows import RowFormat
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import (
-    SEAL,
-    parse_json,
-    publish,
-    read_manifest,
-    sealed,
-    unsealed,
-    write_sealed,
-    write_text,
-)
+from mtptrain.utils.files import SEAL, parse_json, publish, read_manifest, sealed, unsealed, write_sealed, write_text
 
 from ..conversations import Conversations, read_conversations
 from ..renderings import EncodedItem, RenderedConversation, render_conversation
@@ -72,28 +63,19 @@ class ResponsesIdentity:
         }
 
 
-COUNTS = {
-    "conversations": "conversations that were answered or ended before",
-    "unanswered": "conversations without a response",
-    "answers": "responses",
-    "answer_tokens": "tokens, with those that end a response",
-    "cut": "responses cut at max_new_tokens, each the last of its conversation",
-    "texts_changed": "responses that the chat template renders with other text",
-    "tokens_changed": "responses that it renders with the same text but other tokens",
+COUNTS: dict[str, tuple[str, Callable[[RegeneratedConversation], int]]] = {
+    "conversations": ("conversations that were answered or ended before", lambda each: 1),
+    "unanswered": ("conversations without a response", lambda each: not each.answer_tokens),
+    "answers": ("responses", lambda each: len(each.answer_tokens)),
+    "answer_tokens": ("tokens, with those that end a response", lambda each: sum(each.answer_tokens)),
+    "cut": ("responses cut at max_new_tokens, where a conversation ends", lambda each: each.ended_by is Ending.length),
+    "texts_changed": ("responses that the template renders with other text", lambda each: each.texts_kept.count(False)),
+    "tokens_changed": (
+        "responses that it renders with other tokens alone",
+        lambda each: each.tokens_changed,
+    ),
 }
-"""The names of what is counted over conversations.jsonl, and what the report calls it."""
-
-
-def _counts_of(regenerated: RegeneratedConversation) -> Counter[str]:
-    return Counter(
-        conversations=1,
-        unanswered=int(not regenerated.answer_tokens),
-        answers=len(regenerated.answer_tokens),
-        answer_tokens=sum(regenerated.answer_tokens),
-        cut=int(regenerated.ended_by is Ending.length),
-        texts_changed=regenerated.texts_kept.count(False),
-        tokens_changed=regenerated.tokens_changed,
-    )
+"""What is counted over conversations.jsonl: by its name, what the report calls it, and its number in a conversation."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +163,7 @@ class ResponsesStore:
                 line = files[path].readline()
                 output.write(line)
                 conversation = _parse(line, path, number)
-                counts.update(_counts_of(conversation))
+                counts.update({name: count(conversation) for name, (_, count) in COUNTS.items()})
                 if conversation.ended_by in ENDINGS:
                     failures.append((location_of(row), ENDINGS[conversation.ended_by]))
         publish(temporary, self.directory / CONVERSATIONS)

@@ -11,6 +11,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 
+PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
+
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Returns the special tokens of a tokenizer by id, those of the template and the ends of a text among them."""
@@ -61,10 +63,9 @@ def render_text(
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the special token that the chat template writes after an answer; None if it writes none."""
-    answer = "\ue000"  # from Unicode's private use area, so no template writes it
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
     try:
-        _, _, after = render_text(tokenizer, messages).partition(answer)
+        _, _, after = render_text(tokenizer, messages).partition(PROBE)
     except TemplateError:
         return None
     special = special_tokens(tokenizer)

@@ -44,9 +44,14 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
+def short_hash(data: bytes) -> str:
+    """Returns a hash of 16 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def text_hash(text: str) -> str:
-    """Returns a hash of 16 hexadecimal digits, which is the same for texts that are equal after normalisation."""
-    return hashlib.sha256(normalise(text).encode()).hexdigest()[:16]
+    """Returns a hash that is the same for texts that are equal after normalisation."""
+    return short_hash(normalise(text).encode())
 
 
 def first_user_turn(messages: Sequence[Message]) -> int | None:
@@ -62,7 +67,7 @@ def question_group(messages: Sequence[Message]) -> str:
     """
     index = first_user_turn(messages)
     if index is None:
-        return hashlib.sha256(json.dumps(list(messages)).encode()).hexdigest()[:16]
+        return short_hash(json.dumps(list(messages)).encode())
     system = "\n".join(message["content"] for message in messages[:index] if message["role"] in SYSTEM_ROLES)
     question = text_hash(messages[index]["content"])
     return f"{question}.{text_hash(system)}" if normalise(system) else question

@@ -115,14 +115,11 @@ class DocumentEntry:
     """Number of tokens in this window."""
     window: int
     """Index of this window of the file or conversation, from 0."""
-    turn: int = 0
+    turn: int
     """0 for the main document. Some chat templates render a message differently once the conversation continues. Such a
     message is the end of a separate document, and this is that message's number, from 1."""
-    group: str = ""
-    """Name of the group of files or conversations that share a split; by default the document's own name."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "group", self.group or self.name)
+    group: str
+    """Name of the group of files or conversations that share a split."""
 
     @staticmethod
     def write_all(directory: Path, entries: Iterable["DocumentEntry"]) -> None:

@@ -232,9 +232,7 @@ def read_config(path: Path) -> ConfigJson:
                 )
         config.add("target_layer_ids", [layer - 1 for layer in config.layer_ids(CAPTURED)], CAPTURED)
         if config.flag(NON_CAUSAL) or (kind == "dflash2" and NON_CAUSAL not in values):
-            config.add(
-                "is_causal", False, NON_CAUSAL
-            )  # without this key, layers that slide are causal and full ones are not
+            config.add("is_causal", False, NON_CAUSAL)  # otherwise layers that slide are causal, and full ones are not
         if slides:
             values.setdefault("use_sliding_window", True)
         if kind == "dspark" and not values["sample_from_anchor"]:

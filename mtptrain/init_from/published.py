@@ -128,13 +128,10 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
         return "dflash"
     announced = next((key for key in ("num_nextn_predict_layers", "num_mtp_layers") if values.get(key)), None)
     if name is None and announced is not None:
-        prefix, parts = f"model.layers.{values.get('num_hidden_layers')}.", ("enorm", "hnorm", "eh_proj")
-        if architecture == MIMO:
-            prefix, parts = f"{MTP_LAYERS}0.", ("token_layernorm", "hidden_layernorm", "input_proj")
-        missing = [tensor for part in parts if (tensor := f"{prefix}{part}.weight") not in names]
+        missing = "input_proj" if architecture == MIMO else "eh_proj"
         raise UserError(
             f"{directory}: the files must hold the MTP layer that config.json announces by "
-            f"{announced}={values[announced]}, but lack {', '.join(missing)}; download the checkpoint again"
+            f"{announced}={values[announced]}, but lack its {missing}.weight; download the checkpoint again"
         )
     if name is None:
         raise UserError(

@@ -27,10 +27,7 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
 ) -> None:
     small = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     for override, message in (
-        (
-            "prompts.pattern='*.rs'",
-            "0 of 0 items were refused; .* but train holds none and validation holds none",
-        ),
+        ("prompts.pattern='*.rs'", "0 of 0 items were refused; .* but train holds none and validation holds none"),
         ("prompts.validation_fraction=1e-6", r"\(empty\); .* but validation holds none, of 41 different questions"),
         ("prompts.validation_fraction=0.9999", "but train holds none, of"),
         ("prompts.max_train_tokens=3", r"^prompts.paths: 2 of 43 items were refused: 1 \(not UTF-8\), 1 \(empty\);"),

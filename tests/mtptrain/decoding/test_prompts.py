@@ -29,13 +29,12 @@ from tests.sealed import seal_prompts
 SIZES = {"num_prompts": 10, "prompt_tokens": 64, "max_new_tokens": 32, "context_tokens": 128}
 
 
-def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]], asks_names: bool = False) -> Path:
+def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]]) -> Path:
     """Writes a held-out split from (name, window, turn, loss mask)."""
     directory.mkdir(exist_ok=True)
     entries, split = [], []
     for i, (name, window, turn, mask) in enumerate(documents):
-        group = name if asks_names else ""
-        entries.append(DocumentEntry(i, name, Split.validation, len(mask), window, turn, group))
+        entries.append(DocumentEntry(i, name, Split.validation, len(mask), window, turn, name))
         split.append((i, np.arange(len(mask)) + 100 * i, mask))
     DocumentEntry.write_all(directory, entries)
     Documents.from_list(split).save(directory / "validation.safetensors")
@@ -80,7 +79,7 @@ def test_the_best_head_is_not_chosen_on_the_files_that_are_reported(tmp_path: Pa
 def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
     """Copies of a question must not count twice, nor be used both to choose the best head and in the report."""
     names = [f"question {i % 40}" for i in range(400)]
-    write_held_out(tmp_path, *((name, 0, 0, [0] * 10 + [1] * 10) for name in names), asks_names=True)
+    write_held_out(tmp_path, *((name, 0, 0, [0] * 10 + [1] * 10) for name in names))
     found = [i for part in HeldOut for i in held_out_documents(tmp_path, part).document_ids]
     assert sorted(names[i] for i in found) == sorted(set(names))
 

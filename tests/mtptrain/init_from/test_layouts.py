@@ -181,11 +181,7 @@ REFUSED_OF_SPECULATORS: list[tuple[str, Changes, str]] = [
     ("dflash", {"num_hidden_layers": 3}, r"config\.num_hidden_layers must be the same as num_hidden_layers"),
     ("dflash", {"dflash_config": {"target_layer_ids": [1, 2]}}, r"ids according to aux_hid\w+ must be the same as"),
     ("mixed, not causal", {"is_causal": True}, r"is_causal according to sliding_window_non_causal must be the same as"),
-    (
-        "dflash",
-        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}},
-        r"for at most 3 tokens, as block",
-    ),
+    ("dflash", {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, r"for at most 3 tokens, as"),
     ("dspark", {"speculators_config": {"algorithm": "dflash"}}, r"\.algorithm must be the same as speculators_model_t"),
     ("dflash", {"aux_hidden_state_layer_ids": [True, 2]}, r"aux_hidden_state_layer_ids must be a list of layer ids"),
     ("dspark", {"sample_from_anchor": None}, r"must have sample_from_anchor, because Speculators and vLLM have"),
