@@ -74,7 +74,7 @@ def test_serving_check_asks_a_running_server(
         result = run_program("serving-check", *overrides, *settings)
     if drafts:
         assert result.returncode == 0, result.stderr[-3000:]
-        assert json.loads((tmp_path / "check/report.json").read_text())["is_equal"]
+        assert json.loads((tmp_path / "check/serving_check/report.json").read_text())["is_equal"]
     else:
         assert result.returncode != 0
         assert "drafts 0; " in result.stderr and "makes none without --spec-type" in result.stderr
