@@ -56,8 +56,17 @@ def choose(config: PipelineConfig, ranks: Ranks, stage_dir: Path) -> None:
                 f"heads differ, but none is with {config.train.validation_new_tokens} tokens at most; raise it"
             )
         best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length or 0.0)
-        keep_best(config, heads[best_step], measured[best_step])
-        write_sealed(stage_dir / CHOICE, describe(config, measured, best_step))
+        best = heads[best_step]
+        facts = read_sealed(best / "head.json", RESTORE) | measured[best_step].record()
+        del facts["head"]
+        save_head(stage_dir / "best", load_file(checked_weights(best)), stored_config(best), facts)
+        choice = {
+            "command": command(),
+            "best_step": best_step,
+            **measured_with(config.acceptance, config.train.validation_new_tokens),
+            "heads": [{"step": step, **asdict(each.acceptance), **each.record()} for step, each in measured.items()],
+        }
+        write_sealed(stage_dir / CHOICE, choice)
         print_table(config, measured, best_step)
         print(f"best head: {stage_dir / 'best'}, from step {best_step}; measurements: {stage_dir / CHOICE}")
 
@@ -99,26 +108,6 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
         description = f"head of step {step}, {number} of {len(heads)}" if ranks.is_first else None
         measured[step] = validation.measure_head(head, description)
     return measured
-
-
-def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> None:
-    """Save the head in `directory` as the best one, with the same metadata as validation during training."""
-    facts = read_sealed(directory / "head.json", RESTORE)
-    del facts["head"]
-    facts |= measured.record()
-    best, weights = config.stage_dir("train") / "best", load_file(checked_weights(directory))
-    save_head(best, weights, stored_config(directory), facts)
-
-
-def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> dict[str, object]:
-    return {
-        "command": command(),
-        "best_step": best_step,
-        **measured_with(config.acceptance, config.train.validation_new_tokens),
-        "heads": [
-            {"step": step, **asdict(validated.acceptance), **validated.record()} for step, validated in measured.items()
-        ],
-    }
 
 
 def print_table(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> None:

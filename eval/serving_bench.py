@@ -21,19 +21,22 @@ from rich.table import Table
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.engines.base import Served
-from mtptrain.engines.requests import best_num_drafts
+from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.exports import README
+from mtptrain.engines.requests import Speeds, best_num_drafts
 from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
 from mtptrain.utils.figures import shown
-from mtptrain.utils.files import write_sealed
+from mtptrain.utils.files import write_json, write_sealed, write_text
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import command
 
 from .engines import find_served, find_server, output_folder, spare_tokens
+from .loads import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
 from .plots import drawing, plot_serving
-from .serving_speed.bench import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
-from .serving_speed.engine_settings import remove_engine_settings, write_engine_settings
+
+ENGINE_SETTINGS = "vllm.json"
+"""vLLM is the only engine with such settings that mtptrain starts."""
 
 
 def main(config: PipelineConfig) -> None:
@@ -91,11 +94,31 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     path = bench.output_dir / "report.json"
     write_sealed(path, report)
     print_table(bench, described, f"{engine.name} {version}")
-    remove_engine_settings(bench.output_dir)
+    for name in (ENGINE_SETTINGS, README):
+        (bench.output_dir / name).unlink(missing_ok=True)  # of an earlier run
     if served and (said := write_engine_settings(bench.output_dir, speeds, served, engine)):
         print(said)
     with drawing(bench.output_dir / "plot.svg", path):
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))
+
+
+def write_engine_settings(output_dir: Path, speeds: Speeds, served: Served, engine: RunningEngine) -> str:
+    """Write the engine's settings with the fastest K at each batch size, and `README.md` with the command that uses
+    them; returns a line that says what was found.
+
+    Nothing is written if the engine has no such settings, or if decoding without drafts is always the fastest.
+    """
+    best = best_num_drafts(speeds)
+    if not any(best.values()):
+        return "decoding without drafts was the fastest at every concurrency: serve the target without the head"
+    path = (output_dir / ENGINE_SETTINGS).resolve()
+    fastest = "fastest K by requests in flight: " + ", ".join(f"{count} at {size}" for size, count in best.items())
+    if (found := engine.settings_for(speeds, served, path)) is None:
+        return fastest
+    settings, text = found
+    write_json(path, settings)
+    write_text(output_dir / README, f"# The fastest number of drafts at each batch size\n\n{text}\n")
+    return f"{fastest}; settings and command: {output_dir / README}"
 
 
 def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: str) -> None:

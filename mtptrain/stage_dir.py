@@ -277,10 +277,8 @@ def git_revision() -> str | None:
 
 def package_versions() -> dict[str, str | None]:
     """Returns the version of each package; None for one that is not installed, such as mtptrain in a bare checkout."""
-    return {package: _version(package) for package in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

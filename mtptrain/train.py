@@ -310,9 +310,8 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
             training.trainer.check_weights(progress.step, batches)
         # 5. Measure the head, or keep it to be measured later.
         if is_validated:
-            measure_or_keep = validate if training.validation else keep_unmeasured
-            progress, shown = measure_or_keep(training, progress, tracking)
-            postfix |= shown
+            progress, entries = measure_or_keep(training, progress, tracking)
+            postfix |= entries
             training.meter.restart()
         # 6. Save a checkpoint, after which a streamed store can free disk space.
         if is_saved:
@@ -352,43 +351,38 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(training: Training, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance on all ranks. Returns the run's progress, and entries for the progress bar.
-
-    Rank 0 saves the head as `last`, and also as `best` if its acceptance length is the highest so far.
-    """
-    assert training.validation is not None
-    stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
-    validated = training.validation.measure(head_state)
-    acceptance = validated.acceptance
-    length = shown(acceptance.acceptance_length) or "not measured, since no round had a draft"
-    is_best = (acceptance.acceptance_length or 0.0) > progress.best_acceptance_length
-    if tracking is not None:
-        tracking.write(progress.step, measured := validated.record())
-        ProgressBar.write(
-            f"step {progress.step}: acceptance length {length} ({acceptance.prompts} "
-            f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
-        )
-        directories = [stage_dir / "last"]
-        if is_best:
-            (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
-            directories.append(stage_dir / "best")
-        facts = {"step": progress.step, **measured, **training.head_facts}
-        for directory in directories:
-            save_head(directory, head_state, training.config.head, facts)
-    best = max(progress.best_acceptance_length, acceptance.acceptance_length or 0.0)
-    return Progress(progress.step, best), {"acceptance": shown(acceptance.acceptance_length)}
-
-
-def keep_unmeasured(
+def measure_or_keep(
     training: Training, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, and with `train.validate_every` above 0 in `heads`, to be measured later."""
+    """Measure the head's acceptance on all ranks, or keep it to be measured later. Returns the run's progress, and
+    entries for the progress bar.
+
+    Rank 0 saves the head as `last`. It also saves it as `best` if its acceptance length is the highest so far or, if
+    nothing is measured and `train.validate_every` is above 0, in `heads`.
+    """
+    stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
+    directories, facts, best = [stage_dir / "last"], {"step": progress.step}, progress.best_acceptance_length
+    entries: dict[str, str] = {}
+    if training.validation is not None:
+        validated = training.validation.measure(head_state)
+        acceptance, length = validated.acceptance, validated.acceptance.acceptance_length
+        entries = {"acceptance": shown(length)}
+        if is_best := (length or 0.0) > best:
+            best = length or 0.0
+            directories.append(stage_dir / "best")
+        if tracking is not None:
+            tracking.write(progress.step, measured := validated.record())
+            facts |= measured
+            ProgressBar.write(
+                f"step {progress.step}: acceptance length {shown(length) or 'not measured, since no round had a draft'}"
+                f" ({acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)})"
+                f"{', the best so far' if is_best else ''}"
+            )
+            if is_best:
+                (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
+    elif training.config.train.validate_every:
+        directories.append(kept_head(stage_dir, progress.step))
     if tracking is not None:
-        stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
-        directories = [stage_dir / "last"]
-        if training.config.train.validate_every:
-            directories.append(kept_head(stage_dir, progress.step))
         for directory in directories:
-            save_head(directory, head_state, training.config.head, {"step": progress.step, **training.head_facts})
-    return progress, {}
+            save_head(directory, head_state, training.config.head, facts | training.head_facts)
+    return Progress(progress.step, best), entries

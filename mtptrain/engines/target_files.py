@@ -7,7 +7,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from mtptrain.heads.base import Tensors
 from mtptrain.target.hub import INDEX, weight_files
 from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
 
@@ -32,26 +31,18 @@ def add_target_files(
             continue
         names.append(name)
         if any(is_left_out):
-            save_tensors(directory / name, read_without(path, is_replaced))
+            with safe_open(path, framework="pt") as file:
+                kept = {each: file.get_tensor(each) for each in tensor_shapes(path) if not is_replaced(each)}
+            save_tensors(directory / name, kept)
         else:
             link_or_copy(path, directory / name)
     for pattern in COPIED:
         for path in target_dir.glob(pattern):
             if path.name != INDEX and not (directory / path.name).exists():  # such as the head's config.json
                 shutil.copyfile(path, directory / path.name)
-    write_index(directory, [*names, head_file])
-
-
-def read_without(path: Path, is_replaced: Callable[[str], bool]) -> Tensors:
-    """Returns a file's tensors, except those that are replaced."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in tensor_shapes(path) if not is_replaced(name)}
-
-
-def write_index(directory: Path, files: list[str]) -> None:
-    """Write the index that maps each tensor to its file, and has the total bytes of the tensors."""
-    weight_map = {tensor: name for name in files for tensor in tensor_shapes(directory / name)}
-    total_bytes = sum(tensors_bytes(directory / name) for name in files)
+    names.append(head_file)
+    weight_map = {tensor: name for name in names for tensor in tensor_shapes(directory / name)}
+    total_bytes = sum(tensors_bytes(directory / name) for name in names)
     write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 

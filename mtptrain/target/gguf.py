@@ -143,7 +143,9 @@ def dequantised_dir(path: Path, setting: str) -> Path:
             f"{setting}: must be an existing file if it ends in {SUFFIX}, but {str(path)!r} does not exist; correct "
             "the path"
         )
-    directory = cache_dir() / "gguf" / f"{path.stem}-{fingerprint(path)[:12]}"
+    of_user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtptrain"
+    cache = Path(os.environ.get("MTPTRAIN_CACHE") or of_user).expanduser()
+    directory = cache / "gguf" / f"{path.stem}-{fingerprint(path)[:12]}"
     if directory.is_dir():
         return directory
     header = read_header(path)
@@ -154,12 +156,6 @@ def dequantised_dir(path: Path, setting: str) -> Path:
         if not directory.is_dir():  # otherwise another rank has written it
             _write_copy(directory, header, config, names)
     return directory
-
-
-def cache_dir() -> Path:
-    if own := os.environ.get("MTPTRAIN_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtptrain"
 
 
 def fingerprint(path: Path) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import prepare, write_results
-from eval.serving_speed.bench import Row, fastest, measure, speeds_of, warn_of_unequal_work
-from eval.serving_speed.engine_settings import write_engine_settings
+from eval.loads import Row, fastest, measure, speeds_of, warn_of_unequal_work
+from eval.serving_bench import prepare, write_engine_settings, write_results
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import Answer, LoadResult, best_num_drafts

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval.serving_speed.bench import Row, Spread
+from eval.loads import Row, Spread
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.llama_cpp.server import LlamaServer
 from mtptrain.engines.load import send
