@@ -361,8 +361,9 @@ def measure_or_keep(
     nothing is measured and `train.validate_every` is above 0, in `heads`.
     """
     stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
-    directories, facts, best = [stage_dir / "last"], {"step": progress.step}, progress.best_acceptance_length
+    directories, best = [stage_dir / "last"], progress.best_acceptance_length
     entries: dict[str, str] = {}
+    facts: dict[str, object] = {"step": progress.step, **training.head_facts}
     if training.validation is not None:
         validated = training.validation.measure(head_state)
         acceptance, length = validated.acceptance, validated.acceptance.acceptance_length
@@ -384,5 +385,5 @@ def measure_or_keep(
         directories.append(kept_head(stage_dir, progress.step))
     if tracking is not None:
         for directory in directories:
-            save_head(directory, head_state, training.config.head, facts | training.head_facts)
+            save_head(directory, head_state, training.config.head, facts)
     return Progress(progress.step, best), entries
