@@ -64,10 +64,18 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     directory = make_speaking_target(tmp_path_factory.mktemp("target"))
     target = load_target(directory, torch.float32, torch.device("cpu"))
-    return (
-        directory,
-        target,
-        as_draft_model(target),
+    return directory, target, as_draft_model(target)
+
+
+def generated(target: Any, drafter: Any, asked: Questions, sampler: Sampler, ends: tuple[int, ...] = (EOS,)) -> Any:
+    """Returns what our own decoding answers, with K = 3 unless nothing drafts."""
+    return generate_in_batches(
+        *(target, drafter, asked.prompts),
+        num_speculative_tokens=0 if isinstance(drafter, NoDrafter) else 3,
+        max_new_tokens=asked.max_new_tokens,
+        sampler=sampler,
+        eos_token_ids=ends,
+        batch_size=8,
     )
 
 
@@ -79,16 +87,7 @@ def test_what_a_server_adds_is_named_and_its_drafts_are_compared_along_its_own_a
     asked = Questions([list(range(i, i + 9)) for i in range(8)], 24, [EOS], Manner.greedy)
 
     def answers(sampling: Mapping[str, Any], ends: tuple[int, ...] = (EOS,)) -> Any:
-        return generate_in_batches(
-            target,
-            HeadDrafter(head, target.parts, 3),
-            asked.prompts,
-            num_speculative_tokens=3,
-            max_new_tokens=24,
-            sampler=Sampler(**sampling),
-            eos_token_ids=ends,
-            batch_size=8,
-        )
+        return generated(target, HeadDrafter(head, target.parts, 3), asked, Sampler(**sampling), ends)
 
     neutral = [each.tokens for each in answers({})]
 
@@ -131,12 +130,8 @@ def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_gree
         return questions(neutral, run_with(target, "vllm", **generation).target, engine)  # type: ignore[arg-type]
 
     greedy, plain = asked(temperature=0.7)
-    assert (greedy.manner, len(greedy.prompts), plain.manner, len(plain.prompts)) == (
-        Manner.greedy,
-        32,
-        Manner.plain,
-        32,
-    )
+    assert (greedy.manner, plain.manner, len(greedy.prompts)) == (Manner.greedy, Manner.plain, len(plain.prompts))
+    assert len(plain.prompts) == 32
     assert greedy.chat is not None and plain.chat is None and len(asked(min_p=0.1)) == 1
     [greedy] = asked("it samples wrongly", presence_penalty=0.5)
     assert (greedy.manner, len(greedy.prompts)) == (Manner.greedy, 100) and not asked(has_server=False)
@@ -147,14 +142,7 @@ def test_a_server_that_makes_another_prompt_of_a_chat_is_told_apart(served: tupl
     files, neutral = TargetFiles(directory), Questions([[1, 2]], 1, [EOS], Manner.greedy)
     ours = render_prompt(files.tokenizer, CHAT)
     for ids, expected in ((ours, ""), ([EOS, *ours], "from token 0 on '<|end|><user>What i', not '<user>What is'")):
-        answer = generate_in_batches(
-            *(target, NoDrafter(), neutral.prompts),
-            num_speculative_tokens=0,
-            max_new_tokens=1,
-            sampler=Sampler(),
-            eos_token_ids=[EOS],
-            batch_size=1,
-        )
+        answer = generated(target, NoDrafter(), neutral, Sampler())
         theirs = EngineRun("0.32.0", [answer[0].tokens], EngineCounts(0, 0, [0, 0, 0]), None, ids)
         as_served = AsServed(SETTINGS, target, files, head, running_engine("vllm"))
         assert expected in (found := as_served.compare(neutral, theirs, theirs.tokens, False)).other_chat

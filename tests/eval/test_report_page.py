@@ -98,11 +98,6 @@ def test_runs_say_how_they_were_trained(tmp_path: Path, capsys: pytest.CaptureFi
     assert [cell.strip() for cell in second] == ["0.000", "1", "50", "", ""]
 
 
-def page_of(directory: Path) -> str:
-    write_page(json.loads((directory / "report.json").read_text()), directory)
-    return (directory / "report.html").read_text()
-
-
 def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: Callable[..., str]) -> None:
     report = write_report(tmp_path / "report.json", [8, 6])
     pages = tmp_path / "page.html", tmp_path / "report.html"

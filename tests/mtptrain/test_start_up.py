@@ -61,33 +61,30 @@ def test_help_and_refusals_load_no_heavy_library(arguments: list[str], message: 
     assert result.stdout.splitlines()[-1] == loaded
 
 
-PREPARE = "from mtptrain.utils.startup import prepare_process; prepare_process()"
-
-
 def test_importing_the_library_changes_nothing_in_the_process() -> None:
     facts = "dict(os.environ), signal.getsignal(signal.SIGINT), set(threading.enumerate()), sys.excepthook"
     code = f"import os, signal, sys, threading; before = {facts}; import mtptrain; assert before == ({facts})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def openmp_settings(code: str, **variables: str) -> str:
-    """Returns the settings that OpenMP prints when torch is loaded, after `code`."""
+@pytest.mark.parametrize(
+    ("code", "given", "count"),
+    [
+        ("import data_prep, eval", {}, 1000),
+        ("from mtptrain.__main__ import main; main()", {}, 1000),
+        ("import eval", {"GOMP_SPINCOUNT": "77"}, 77),
+        ("import eval", {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+)
+def test_waiting_threads_of_programs_give_up_their_core_soon_unless_the_user_says_otherwise(
+    code: str, given: dict[str, str], count: int | None
+) -> None:
+    """OpenMP prints its settings when torch is loaded."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **given}
     command = [sys.executable, "-c", f"{code}; import torch"]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
-    ).stderr
-
-
-@pytest.mark.parametrize("code", ["import data_prep, eval", "from mtptrain.__main__ import main; main()"])
-def test_waiting_threads_of_programs_give_up_their_core_soon(code: str) -> None:
-    assert "GOMP_SPINCOUNT = '1000'" in openmp_settings(code)
-
-
-def test_what_the_user_sets_stays() -> None:
-    assert "GOMP_SPINCOUNT = '77'" in openmp_settings(PREPARE, GOMP_SPINCOUNT="77")
-    assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings(PREPARE, OMP_WAIT_POLICY="ACTIVE")
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stderr
+    assert (f"GOMP_SPINCOUNT = '{count or 1000}'" in shown) == (count is not None)
 
 
 def test_ctrl_c_while_torch_is_imported_ends_the_process_at_once() -> None:

@@ -3,16 +3,19 @@
 The target has 4 layers and a vocabulary of 260.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from mtptrain.engines import server as engine_server
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.settings.heads import HeadConfig
+from tests.mtptrain.engines.fake_server import FakeServer, fake_server
 
 BLOCK_DRAFTERS = ("dflash", "dspark", "dflash2")
 
@@ -50,6 +53,14 @@ def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
             ids = torch.randperm(target.vocab_size)[: len(head.d2t)].sort().values
             head.d2t.copy_(ids - torch.arange(len(ids)))
     return head
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """Runs a fake server, whose counters settle at once."""
+    monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
+    with fake_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Tests the clients of running servers with a fake server that has the same pages and counters."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,7 @@ from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
-from tests.mtptrain.engines.fake_server import FakeServer, fake_server
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
-    with fake_server() as server:
-        yield server
+from tests.mtptrain.engines.fake_server import FakeServer
 
 
 def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order_of_positions(fake: FakeServer) -> None:

@@ -58,11 +58,6 @@ def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
 CASES = all_cases()
 
 
-@pytest.fixture(scope="module")
-def target() -> LlamaConfig:
-    return target_config()
-
-
 def written(directory: Path, form: Format, dtype: torch.dtype = torch.float32) -> Path:
     write_head(directory, form, random_head(form.head, form.target).to(dtype).state_dict())
     return directory

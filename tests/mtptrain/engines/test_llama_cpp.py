@@ -15,7 +15,6 @@ from tests.conftest import make_target
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.engines.conftest import head_config, random_head
 
-INSIDE = [1, 2, 3]
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"draft_vocab_size": 96, "head_dim": 128}, "llama"),
     ("eagle3", {"draft_vocab_size": 260, "norm_before_fc": True, "norm_before_residual": True}, "qwen3"),

@@ -1,29 +1,18 @@
 """Tests that the requests of a load are all answered, that their steps are timed, and that failures are reported."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from eval.loads import Row, Spread
-from mtptrain.engines import server as engine_server
 from mtptrain.engines.llama_cpp.server import LlamaServer
 from mtptrain.engines.load import send
 from mtptrain.engines.requests import Answer, EngineCounts, Load, LoadResult, Requests
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.utils.errors import UserError
-from tests.mtptrain.engines.fake_server import FakeServer, fake_server
+from tests.mtptrain.engines.fake_server import FakeServer
 
 PROMPTS = [[97, 97, 97, 98, 98, 98, 99], [0x2028, 0x85]]
 LOAD = Load("K0", 6, 2)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
-    with fake_server() as server:
-        server.serves("target")
-        yield server
 
 
 def requests_of(prompts: list[list[int]]) -> Requests:
@@ -37,6 +26,7 @@ def test_every_request_is_answered_without_a_proxy_and_its_steps_are_counted(
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
+    fake.serves("target")
     result = send(kind(fake.url), requests_of(PROMPTS), LOAD)
     assert sorted(answer.num_tokens for answer in result.answers) == [2, 2, 2, 7, 7, 7]
     assert [len(answer.steps_s) for answer in result.answers] == 3 * steps[::-1]

@@ -15,7 +15,6 @@ from mtptrain.utils.errors import UserError
 from tests.programs import fake_python, is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
-ROOT = Path(__file__).parents[3]
 SERVER = """
 import http.server, json, os, signal, sys
 answers, ended = int(sys.argv[1]), sys.argv[2]
