@@ -33,11 +33,8 @@ def examples(
 ) -> list[dict[str, Any]]:
     """Chooses first-turn answers with low, median and high acceptance length.
 
-    Answers without drafts are left out, and so are answers that loop, unless all of them loop.
-
-    Returns:
-        For each example, the prompt's id, the end of its text, the answer's acceptance length, and the answer's
-        text as `pieces` returns it.
+    Answers without drafts are left out, and so are answers that loop, unless all of them loop. Returns, for each, the
+    prompt's id, the end of its text, the acceptance length, and the answer's text as `pieces` returns it.
     """
     firsts = {prompt_id: answer.generation for (prompt_id, turn), answer in measured.answers.items() if turn == 1}
     drafted = {prompt_id: each for prompt_id, each in firsts.items() if each.rounds}

@@ -21,12 +21,7 @@ COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c
 
 @contextmanager
 def drawing(path: Path, figures: Path) -> Iterator[None]:
-    """Prints the path of a page or plot once the `with` block has drawn it; if the block fails, warns instead.
-
-    Args:
-        path: the page or plot.
-        figures: the JSON file that already holds the measured numbers.
-    """
+    """Prints the path of a page or plot once the block has drawn it, or warns that only `figures` has the numbers."""
     try:
         yield
     except Exception as error:  # matplotlib and jinja2 may raise anything, but the measurement has succeeded

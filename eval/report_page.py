@@ -15,16 +15,8 @@ ReportFigures = Mapping[str, Any]
 """A whole `report.json`, or the figures of one drafter in it."""
 
 MEASURED_WITH = (
-    "num_speculative_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "sample_drafts",
-    "max_new_tokens",
-    "dtype",
-    "batch_size",
-    "batch_tokens",
-    "seed",
+    *("num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens"),
+    *("dtype", "batch_size", "batch_tokens", "seed"),
 )
 """Settings of `acceptance` that a report repeats under their own names."""
 SETTINGS = (

@@ -128,15 +128,11 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
             f"head.name: must be {type(config.head)().name}, the head whose settings are chosen, but is "
             f"{config.head.name}; set head={config.head.name} instead"
         )
-    _check_relations(config)
     check_acceptance(config.acceptance)
     check_export(config.export)
     check_serving(config.serving_bench, config.serving)
-    _check_stream(config)
-    _check_depths(config)
+    _check_relations(config)
     _check_loss(config)
-    _check_confidence(config)
-    _check_tree(config)
     _resolve_precision(config)
     return config
 
@@ -161,9 +157,6 @@ def _check_relations(config: PipelineConfig) -> None:
         raise UserError(
             f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is [0.9,0.95]"
         )
-
-
-def _check_stream(config: PipelineConfig) -> None:
     for name, value in {
         "train.epochs": config.train.epochs,
         "hidden_states.num_parts": config.hidden_states.num_parts,
@@ -173,12 +166,20 @@ def _check_stream(config: PipelineConfig) -> None:
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"
             )
-
-
-def _check_depths(config: PipelineConfig) -> None:
     check_depths(config.head, "acceptance.num_speculative_tokens", config.acceptance.num_speculative_tokens)
     for num_drafts in config.serving_bench.num_speculative_tokens:
         check_depths(config.head, "serving_bench.num_speculative_tokens", num_drafts)
+    if config.acceptance.confidence_thresholds and config.head.own_loss_part != LossPart.confidence:
+        raise UserError(
+            f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has no "
+            f"confidence, but are {config.acceptance.confidence_thresholds}; leave them out, or set "
+            f"head={_heads_with(LossPart.confidence)}"
+        )
+    if Baseline.tree in config.acceptance.baselines and not config.head.drafts_trees:
+        raise UserError(
+            f"acceptance.baselines: must not contain tree with head {config.head.name}, which drafts chains only, but "
+            "does; remove it"
+        )
 
 
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
@@ -193,23 +194,6 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         raise UserError(
             f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which can draft only at "
             f"depths that it was trained for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
-        )
-
-
-def _check_confidence(config: PipelineConfig) -> None:
-    if config.acceptance.confidence_thresholds and config.head.own_loss_part != LossPart.confidence:
-        raise UserError(
-            f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has no "
-            f"confidence, but are {config.acceptance.confidence_thresholds}; leave them out, or set "
-            f"head={_heads_with(LossPart.confidence)}"
-        )
-
-
-def _check_tree(config: PipelineConfig) -> None:
-    if Baseline.tree in config.acceptance.baselines and not config.head.drafts_trees:
-        raise UserError(
-            f"acceptance.baselines: must not contain tree with head {config.head.name}, which drafts chains only, but "
-            "does; remove it"
         )
 
 

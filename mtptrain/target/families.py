@@ -107,21 +107,6 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
     settings = read_json(path, DOWNLOAD_AGAIN)
     if not isinstance(model_type := settings.get("model_type"), str):
         raise UserError(f"{path}: model_type must name a family of models, but is {model_type!r}; {DOWNLOAD_AGAIN}")
-    _refuse_own_code(settings, path)
-    try:
-        if is_mimo_json(settings):
-            return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
-        return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        # transformers refuses a model's own code by such an error
-        advice = "choose another target" if settings.get("auto_map") else DOWNLOAD_AGAIN
-        raise UserError(
-            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {advice}"
-        ) from error
-
-
-def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
-    """Raises UserError if a config names a repository of kernels. transformers itself refuses a model's own code."""
     for name in ("attn_implementation", "experts_implementation"):
         for value in (settings.get(name), settings.get(f"_{name}")):
             if value is not None and "/" in str(value):  # a repository of kernels
@@ -129,6 +114,16 @@ def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
                     f"{path}: {name} must be unset, because mtptrain never runs code that a target names, but is "
                     f"{value!r}; remove it"
                 )
+    try:
+        if is_mimo_json(settings):
+            return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
+        return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        # transformers itself refuses a model's own code, by such an error
+        advice = "choose another target" if settings.get("auto_map") else DOWNLOAD_AGAIN
+        raise UserError(
+            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {advice}"
+        ) from error
 
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
