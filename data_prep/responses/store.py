@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import TextIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.chat_template import special_tokens
 from mtptrain.data.conversation import ConversationRefused
-from mtptrain.data.identity import TargetIdentity, refuse_different_facts, refuse_other
+from mtptrain.data.identity import Identity, TargetIdentity, refuse_different_facts, refuse_other
 from mtptrain.data.rows import RowFormat
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError
@@ -38,11 +38,10 @@ SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
-class ResponsesIdentity:
+class ResponsesIdentity(Identity):
     """Everything that must be equal for responses to share a directory."""
 
-    program: ClassVar[str] = "mtptrain responses"
-    target: TargetIdentity
+    program = "mtptrain responses"
     sources: dict[str, str]
     """Hash of the conversations in each file or hub data set, by its path or name."""
     backend: str
@@ -52,9 +51,8 @@ class ResponsesIdentity:
     """Sampling settings by their names in the config, and everything else that affects responses."""
 
     def facts(self) -> dict[str, object]:
-        """Returns the values to compare, by their names in error messages."""
         return {
-            **self.target.facts(),
+            **super().facts(),
             "the conversations (prompts.paths and their hashes)": self.sources,
             "the order of prompts.paths": list(self.sources),
             "the backend (responses.url)": self.backend,

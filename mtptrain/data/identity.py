@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -72,11 +72,23 @@ def _sha256(data: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class StoreIdentity:
-    """Everything that must match between stored hidden states and the run that uses them."""
+class Identity:
+    """Everything that must match between stored data and the run that uses them."""
 
-    program: ClassVar[str] = "mtptrain hidden-states"
+    program: ClassVar[str]
+    """Program that writes the data."""
     target: TargetIdentity
+
+    def facts(self) -> dict[str, object]:
+        """Returns the values to compare, by their names in error messages."""
+        return self.target.facts()
+
+
+@dataclass(frozen=True)
+class StoreIdentity(Identity):
+    """Identity of stored hidden states."""
+
+    program = "mtptrain hidden-states"
     capture_layers: tuple[int, ...]
     """Layers of `aux_hidden_states`, in order: k is the residual stream after k decoder layers."""
     compute_dtype: str
@@ -91,9 +103,8 @@ class StoreIdentity:
     """Program that ran the target: transformers or vllm."""
 
     def facts(self) -> dict[str, object]:
-        """Returns the values to compare, by their names in error messages."""
         return {
-            **self.target.facts(),
+            **super().facts(),
             "the list of captured layers": self.capture_layers,
             "the compute dtype (hidden_states.dtype)": self.compute_dtype,
             "the hash of the prompts (train.safetensors)": self.prompts_sha256,
@@ -101,18 +112,6 @@ class StoreIdentity:
             "the stored dtype (hidden_states.store_dtype)": self.dtype,
             "the backend (hidden_states.backend)": self.backend,
         }
-
-
-class Identity(Protocol):
-    """Identity of data that a program has stored."""
-
-    program: ClassVar[str]
-    """Program that writes the data."""
-
-    @property
-    def target(self) -> TargetIdentity: ...
-
-    def facts(self) -> dict[str, object]: ...
 
 
 def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens: int) -> None:

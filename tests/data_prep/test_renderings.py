@@ -197,11 +197,7 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
         (CHATML, "<think>\nodd", "an answer that ends inside a thought"),
         (OPEN, "one", thoughts.format(0, 0)),
         (EMPTY, "odd</think>one", "an answer with </think> for a thought that neither it nor its prompt begins"),
-        (
-            CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
-            "<think></think>1",
-            thoughts.format(1, 0),
-        ),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think></think>1", thoughts.format(1, 0)),
     ):
         assert refusal(template, chat("1?", answer)) == reason
     generated = chat("1?", "one<|im_end|>")

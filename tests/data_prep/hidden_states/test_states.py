@@ -103,11 +103,8 @@ def test_prompts_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        hidden_states, "announce", Mock(side_effect=KeyboardInterrupt)
-    )  # comes before anything is computed
-    with (
-        pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    # This comes before anything is computed.
+    monkeypatch.setattr(hidden_states, "announce", Mock(side_effect=KeyboardInterrupt))
+    message = r"not exported: head\.zero_first_embedding: must be true for a mimo target"
+    with pytest.warns(UserWarning, match=message), pytest.raises(KeyboardInterrupt):
         extract_hidden_states(Run(prepared("head.zero_first_embedding=true")), ONE_RANK)

@@ -29,8 +29,7 @@ def chat_config(tmp_path: Path, config_for: ConfigFor) -> Callable[..., Pipeline
     def build(rows: list[Any], *overrides: str) -> PipelineConfig:
         path = tmp_path / "chats.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return config_for(
-            "prompts=conversations", f"prompts.paths=[{path}]", "prompts.validation_fraction=0.3", *overrides
-        )
+        settings = ("prompts=conversations", f"prompts.paths=[{path}]", "prompts.validation_fraction=0.3")
+        return config_for(*settings, *overrides)
 
     return build

@@ -45,13 +45,11 @@ def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, l
 def read_texts(config: PipelineConfig) -> dict[str, list[tuple[str, str]]]:
     """Returns the whole text and the supervised text of each window in order, by document name."""
     tokenizer = load_tokenizer(Path(config.target.path))
+
+    def text(ids: list[int], mask: list[int]) -> str:
+        return str(tokenizer.decode([token for token, is_set in zip(ids, mask, strict=True) if is_set]))
+
     return {
-        name: [
-            (
-                str(tokenizer.decode(ids)),
-                str(tokenizer.decode([token for token, is_set in zip(ids, mask, strict=True) if is_set])),
-            )
-            for _, ids, mask in windows
-        ]
+        name: [(text(ids, [1] * len(ids)), text(ids, mask)) for _, ids, mask in windows]
         for name, windows in read_output(config).items()
     }

@@ -40,15 +40,6 @@ def test_answers_to_one_prompt_stay_in_one_split_and_copies_are_left_out(chat_co
     assert (report.counts["questions"], report.counts["copies"]) == (10, 1)
 
 
-def test_rows_that_cannot_be_used_are_counted_by_reason(chat_config: ConfigFor) -> None:
-    short = {"input_ids": [1, 2], "loss_mask": [1]}
-    report = prepare_prompts(Run(chat_config([*ROWS, short, {**short, "note": "x"}], TOKENS)))
-    [refused] = report.refused
-    assert (refused.reason, refused.count) == ("input_ids and masks of different lengths", 2)
-    with pytest.raises(ValueError, match=r"vocab_size 260, but .*chats\.jsonl:25 has 260; the tokenizer, or the data"):
-        prepare_prompts(Run(chat_config([*ROWS, {"input_ids": [1, 260, 3], "loss_mask": [0, 1, 1]}], TOKENS)))
-
-
 def test_a_row_of_tokens_that_cannot_be_used_is_refused_with_the_reason() -> None:
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
     encoding, passed_over = read_tokens({**row, "attention_mask": [1, 1, 1], "source": "x", "id": 3})
