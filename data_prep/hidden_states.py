@@ -131,11 +131,6 @@ class Extraction:
         return self.config.stage_dir("hidden_states")
 
     @property
-    def backend(self) -> Backend:
-        """The engine that runs the target: vllm or transformers."""
-        return Backend(self.identity.backend)
-
-    @property
     def layout(self) -> tuple[int, int, StoreDtype]:
         """Hidden size, number of captured layers and stored dtype."""
         return self.target.config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
@@ -228,7 +223,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     config, target = extraction.config, extraction.target
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(target.config.num_hidden_layers))
-    if extraction.backend is Backend.vllm:
+    if extraction.identity.backend == Backend.vllm:
         return VllmStreams(
             target.directory,
             layers,

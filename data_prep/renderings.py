@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import refuse_dropped_prompts, render_text, require_chat_template, special_tokens
 from mtptrain.data.conversation import ConversationRefused, Message
-from mtptrain.data.tool_calls import call_words
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import printable
 
@@ -205,7 +204,8 @@ def _refuse_rewritten(turn: _Turn) -> None:
         if place < 0:
             raise ConversationRefused("an answer or reasoning that the chat template does not render as it is written")
         place += len(text)
-    if any(word not in generated for call in turn.message.get("tool_calls", []) for word in call_words(call)):
+    calls = [call["function"] for call in turn.message.get("tool_calls", [])]
+    if any(word not in generated for each in calls for word in (each["name"], *each["arguments"])):
         raise ConversationRefused("a tool call that the chat template does not render")
     written, rendered = content.count(CLOSE) + bool(reasoning), generated.count(CLOSE)
     if content.count(OPEN) > content.count(CLOSE):

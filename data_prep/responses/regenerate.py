@@ -60,7 +60,6 @@ MIN_FAILURES_TO_STOP = 16
 more."""
 NEARLY_ALL = 0.9
 """The share of responses that may be cut without a warning."""
-_QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
 def main(config: PipelineConfig) -> None:
@@ -223,7 +222,7 @@ def _changes(sampling: Mapping[str, Any]) -> str:
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:
     """Connect to the server and check that it completes a prompt."""
     server = CompletionServer(url, settings, sampling, target.tokenizer, int(target.config.vocab_size))
-    server.check(render_prompt(target.tokenizer, _QUESTION))
+    server.check(render_prompt(target.tokenizer, [{"role": "user", "content": "What is two and two?"}]))
     print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     return server
 

@@ -16,7 +16,6 @@ BLANK: Row = {}
 """Stands for an empty line, so that the index of a row is that of its line."""
 SUFFIXES = (".jsonl", ".json")
 """Ends of the names of these files, to which `.gz` may be added."""
-CORRECT = "correct or remove it"
 REWRITE = "a file must hold one row in each line, or one array of rows; `jq -c . FILE` writes one value in each line"
 
 
@@ -28,7 +27,7 @@ def read_json_rows(path: Path) -> list[Row]:
             file.seek(0)
             if is_of_lines:
                 return [
-                    parse_json(line, f"{path}:{number}", CORRECT) if line.strip() else BLANK
+                    parse_json(line, f"{path}:{number}", "correct or remove it") if line.strip() else BLANK
                     for number, line in enumerate(file, start=1)
                 ]
             content = parse_json(file.read(), str(path), REWRITE)

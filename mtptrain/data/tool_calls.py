@@ -110,11 +110,6 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
     return read, tools
 
 
-def call_words(call: Mapping[str, Any]) -> list[str]:
-    """Returns words that every rendering of a call holds: its name and those of its arguments."""
-    return [call["function"]["name"], *call["function"]["arguments"]]
-
-
 def _refuse_non_json(value: Any, name: str = "a tool or call") -> None:
     """Refuse values that only parquet has, such as dates, and NaN, infinity and lone surrogates."""
     if isinstance(value, Mapping | list):

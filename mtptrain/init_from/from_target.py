@@ -25,10 +25,8 @@ from mtptrain.utils.errors import UserError
 
 NAMES_IN_TARGET = {
     "hidden_norm.weight": ("input_layernorm.weight",),
-    "post_attention_layernorm.weight": (
-        "pre_feedforward_layernorm.weight",
-        "post_attention_layernorm.weight",
-    ),  # Gemma's name, then the other families'; OLMo 2's is a norm of the attention's output, taken as a start
+    # Gemma's name, then the other families'. OLMo 2's is a norm of the attention's output, taken as a start.
+    "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"),
 }
 """Names in the target's layer, in order of preference, for head tensors that are named differently there."""
 EQUAL_SETTINGS = (

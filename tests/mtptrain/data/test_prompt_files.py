@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
+from mtptrain.data.prompt_files import Documents, PromptsManifest, is_held_out, name_hash
 from tests.sealed import seal_again, seal_prompts
 
 
@@ -20,15 +20,6 @@ def test_documents_come_back_as_they_were_saved_in_the_types_of_the_format(tmp_p
     assert {name: array.dtype.name for name, array in load_file(path).items()} == {
         "input_ids": "int32", "loss_mask": "uint8", "document_offsets": "int64", "document_ids": "int64",
     }  # fmt: skip
-
-
-def test_document_entries_come_back_as_they_were_written(tmp_path: Path) -> None:
-    entries = [
-        DocumentEntry(0, "größe.py", Split.validation, 17, 0, 0, "größe.py"),
-        DocumentEntry(1, "b\u2028.py", Split.train, 5, 3, 4, "asked"),
-    ]
-    DocumentEntry.write_all(tmp_path, entries)
-    assert DocumentEntry.read_all(tmp_path) == entries
 
 
 def test_a_manifest_of_another_version_or_with_other_entries_is_refused(tmp_path: Path) -> None:

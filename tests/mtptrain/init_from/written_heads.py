@@ -16,28 +16,18 @@ from mtptrain.export import write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head
 from mtptrain.init_from.start import load_init
-from mtptrain.settings.heads import (
-    Dflash2Config,
-    DflashConfig,
-    DsparkConfig,
-    Eagle3Config,
-    EagleConfig,
-    HeadConfig,
-    MedusaConfig,
-    MtpConfig,
-    PeagleConfig,
-)
+from mtptrain.settings import heads
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 
 BLOCK: dict[str, Any] = {"capture_layers": [1, 2], "mask_token_id": 7, "num_layers": 2, "ttt_steps": 3}
-MTP, EAGLE = MtpConfig(), EagleConfig()
-EAGLE3 = Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48)
-PEAGLE = PeagleConfig(capture_layers=[1, 2], mask_token_id=7)
-MEDUSA = MedusaConfig(ttt_steps=3, num_layers=2, fc_bias=True)
-DFLASH, DSPARK = DflashConfig(**BLOCK), DsparkConfig(**BLOCK, markov_rank=4)
-DFLASH2 = Dflash2Config(**BLOCK, selector_rank=4, selector_top_k=5)
-EXPORTS: dict[str, tuple[str, HeadConfig]] = {
+MTP, EAGLE = heads.MtpConfig(), heads.EagleConfig()
+EAGLE3 = heads.Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48)
+PEAGLE = heads.PeagleConfig(capture_layers=[1, 2], mask_token_id=7)
+MEDUSA = heads.MedusaConfig(ttt_steps=3, num_layers=2, fc_bias=True)
+DFLASH, DSPARK = heads.DflashConfig(**BLOCK), heads.DsparkConfig(**BLOCK, markov_rank=4)
+DFLASH2 = heads.Dflash2Config(**BLOCK, selector_rank=4, selector_top_k=5)
+EXPORTS: dict[str, tuple[str, heads.HeadConfig]] = {
     "mtp": ("vllm", MTP),
     "mtp for SGLang": ("sglang", MTP),
     "eagle": ("vllm", EAGLE),
@@ -52,7 +42,7 @@ EXPORTS: dict[str, tuple[str, HeadConfig]] = {
 BLOCK_KINDS = ("dflash", "dspark", "dflash2")
 
 
-def random_state(config: HeadConfig, target_dir: Path) -> Tensors:
+def random_state(config: heads.HeadConfig, target_dir: Path) -> Tensors:
     """Returns random weights of a head.
 
     Norms differ from one, weights that start at zero are random too, and `d2t` maps draft ids to odd token ids.
@@ -67,7 +57,7 @@ def random_state(config: HeadConfig, target_dir: Path) -> Tensors:
     return state
 
 
-def write(directory: Path, engine: str, config: HeadConfig, target_dir: Path) -> Tensors:
+def write(directory: Path, engine: str, config: heads.HeadConfig, target_dir: Path) -> Tensors:
     """Export a random head and return its weights."""
     state, target_config = random_state(config, target_dir), read_target_config(target_dir)
     form = format_for(engine, config, target_config)
@@ -95,13 +85,13 @@ class Stored:
     """A head in a directory. The files are changed only for one attempt to read it."""
 
     directory: Path
-    config: HeadConfig
+    config: heads.HeadConfig
     """The settings of the recipe."""
     target_dir: Path
     state: Tensors
     """The weights that the head has."""
 
-    def of(self, config: HeadConfig) -> "Stored":
+    def of(self, config: heads.HeadConfig) -> "Stored":
         return replace(self, config=config)
 
     @contextmanager
