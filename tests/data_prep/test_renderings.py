@@ -70,26 +70,18 @@ def generated_answers(family: str, messages: Sequence[Message]) -> list[tuple[st
 
 
 _words = st.text(st.sampled_from("ab de\n0.😀é"), min_size=1, max_size=12).map(str.strip).filter(bool)
-_message = st.builds(
-    lambda role, content, reasoning: {
-        "role": role,
-        "content": content,
-        **({"reasoning_content": reasoning} if role == "assistant" and reasoning else {}),
-    },
-    st.sampled_from(["assistant", "user", "tool"]),
-    _words,
-    st.one_of(st.just(""), _words),
-)
+_asked = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": _words})
+_said = st.fixed_dictionaries({"role": st.just("assistant"), "content": _words}, optional={"reasoning_content": _words})
 _conversations = st.builds(
-    lambda first, rest, answer: [
-        {"role": "user", "content": first},
+    lambda question, rest, answer: [
+        {**question, "role": "user"},
         # Qwen3's template renders the first of two answers in a row otherwise before the second one.
         *(message for message, after in pairwise([*rest, answer]) if "assistant" != message["role"] != after["role"]),
-        {**answer, "role": "assistant"},
+        answer,
     ],
-    _words,
-    st.lists(_message, max_size=7),
-    _message,
+    _asked,
+    st.lists(_asked | _said, max_size=7),
+    _said,
 )
 
 
@@ -115,13 +107,9 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
         start, end = whole.char_to_token(len(prompt)), len(whole_ids)
         # The demo target's tokenizer divides the line breaks at the end of a block otherwise once text follows.
         assert whole_ids[:start] == prompt_ids or prompt.endswith(BLOCK)
-        holders = [
-            i
-            for i, encoding in enumerate(encodings)
-            if encoding.input_ids[:end].tolist() == whole_ids and encoding.loss_mask[start:end].all()
-        ]
-        assert len(holders) == 1
-        supervised[holders[0]][start:end] += 1
+        begun = [i for i, each in enumerate(encodings) if each.input_ids[:end].tolist() == whole_ids]
+        [holder] = [i for i in begun if encodings[i].loss_mask[start:end].all()]
+        supervised[holder][start:end] += 1
     for encoding, expected in zip(encodings, supervised, strict=True):
         assert encoding.loss_mask.tolist() == expected.tolist()
     answers = [prompt + answer for prompt, answer in generated_answers(family, messages)]

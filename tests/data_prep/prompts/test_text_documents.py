@@ -43,10 +43,8 @@ def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name
         sizes = (len(written), len(written.input_ids))
         assert np.all(np.diff(written.document_ids) > 0)
         assert (getattr(manifest, f"{split}_documents"), getattr(manifest, f"{split}_tokens")) == sizes
-        reported = [
-            report.counts[f"{split}_{name}"] for name in ("documents", "tokens", "supervised_tokens", "longest")
-        ]
-        assert reported == [*sizes, sizes[1], max(written.lengths)]
+        names = ("documents", "tokens", "supervised_tokens", "longest")
+        assert [report.counts[f"{split}_{name}"] for name in names] == [*sizes, sizes[1], max(written.lengths)]
         assert sizes[1] == sum(entry.tokens for entry in all_entries if entry.split is split)
     assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
     assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)

@@ -203,9 +203,8 @@ def test_prompts_that_the_model_cannot_read_with_answer_and_drafts_are_refused(
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
     with pytest.raises(UserError, match=message):
         check_head_context(head, [[1] * 20, [1] * 10], 10, 21, "head")
-    result = run_program(
-        "hidden-states", *fresh_run[1], "head=draft_model", "head.ttt_steps=1", f"head.init_from={short}"
-    )
+    settings = ("head=draft_model", "head.ttt_steps=1", f"head.init_from={short}")
+    result = run_program("hidden-states", *fresh_run[1], *settings)
     assert result.returncode != 0
     assert "prompts.max_document_tokens: documents must have at most 50 tokens, the max_position" in result.stderr
 
