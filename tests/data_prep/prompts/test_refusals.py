@@ -1,7 +1,6 @@
 """Tests which data, limits, templates and tokenizers `mtptrain prompts` refuses, and that it states the reason."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_texts
-
-ChatConfig = Callable[..., PipelineConfig]
 
 
 def refusal(config: PipelineConfig) -> str:
@@ -37,7 +34,7 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
         assert re.search(message, refusal(text_config(override)))
 
 
-def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatConfig, tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ConfigFor, tmp_path: Path) -> None:
     template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
     failing = make_target(tmp_path / "target", chat_template=template)
     none = "^prompts.paths: 20 of 20 items were refused: 20 "
@@ -51,7 +48,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
         assert re.search(message, refusal(chat_config(rows, *target)))
 
 
-def test_answers_too_short_to_draft_are_refused_before_training(chat_config: ChatConfig, tmp_path: Path) -> None:
+def test_answers_too_short_to_draft_are_refused_before_training(chat_config: ConfigFor, tmp_path: Path) -> None:
     template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}")
     target = f"target.path={make_target(tmp_path / 'target', chat_template=template)}"
     rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
@@ -61,7 +58,7 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     assert report.counts["without_drafts"] == 20
 
 
-def test_refused_and_untrained_answers_and_dates_are_reported(chat_config: ChatConfig, tmp_path: Path) -> None:
+def test_refused_and_untrained_answers_and_dates_are_reported(chat_config: ConfigFor, tmp_path: Path) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
     row["messages"][1]["weight"], row["messages"][0]["role"], row["note"] = 0, "client", "x"
     odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
