@@ -1,10 +1,9 @@
 """After stage 3: measures the heads that training kept without measuring them, and chooses the best.
 
-This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
-every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
-the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. If
-`run_dir/train/best/` has a head from an earlier measurement that is none of these, the program measures that head again
-too. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
+With `train.validation_prompts=0`, as for targets too large for validation, training keeps a head every
+`train.validate_every` steps, and the last one, in `run_dir/train/heads/`. These, and the best head of an earlier
+measurement, are measured on the prompts of validation, by default as many. Writes `run_dir/train/best/` and
+`run_dir/train/choice.json`, and prints a table.
 
     mtptrain choose-head recipe=llama3_3_70b_mtp
 """

@@ -44,27 +44,6 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path
 from mtptrain.utils.startup import started_stage
 
-__all__ = [
-    "RECIPES",
-    "AcceptanceConfig",
-    "Backend",
-    "Baseline",
-    "ConversationSchema",
-    "Dtype",
-    "ExportEngine",
-    "HiddenStatesConfig",
-    "LossPart",
-    "PipelineConfig",
-    "PromptSource",
-    "PromptsConfig",
-    "ResponsesConfig",
-    "StoreDtype",
-    "Tracker",
-    "TrainConfig",
-    "load_config",
-]
-
-
 _PACKAGE = Path(__file__).parent
 RECIPES = str(next(each for each in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes") if each.is_dir()))
 """`recipes/` inside the installed package, or at the top of a checkout."""

@@ -25,18 +25,12 @@ def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
         f"run_dir={tmp_path}/run",
         f"target.path={tmp_path}/target",
         f"prompts.paths=[{write_text_files(tmp_path / 'files', num_files=80)}]",
-        "head=eagle3",
-        "head.capture_layers=[0,2]",
-        "hidden_states.backend=vllm",
-        f"hidden_states.dtype={dtype}",
-        f"acceptance.dtype={dtype}",
-        "acceptance.num_prompts=12",
-        "acceptance.max_new_tokens=32",
+        *("head=eagle3", "head.capture_layers=[0,2]", "acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
+        *("hidden_states.backend=vllm", f"hidden_states.dtype={dtype}", f"acceptance.dtype={dtype}"),
         f"serving.program={vllm_python}",
     )
-    for module in ("prompts", "hidden-states", "train", "export"):
+    for module in ("prompts", "hidden-states", "train", "export", "serving-check"):
         succeed(module, *overrides)
-    succeed("serving-check", *overrides)
     report = json.loads((tmp_path / "run/serving_check/report.json").read_text())
     ours, theirs = report["ours"], report["theirs"]
     assert 0 < ours["accepted_at"][0] < ours["rounds"]
