@@ -21,14 +21,7 @@ from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
 
-from .report_page import (
-    TITLE,
-    cell_columns,
-    drafters_of,
-    has_comparable_speeds,
-    render_page,
-    table_row,
-)
+from .report_page import TITLE, cell_columns, drafters_of, has_comparable_speeds, render_page, table_row
 
 MUST_BE_EQUAL = {
     "prompts_sha256": "prompts: its acceptance.prompts_file, or its prompts and settings of acceptance",

@@ -8,14 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.chat_template import render_prompt
-from mtptrain.decoding.acceptance import (
-    Acceptance,
-    Intervals,
-    has_loop,
-    intervals,
-    summarise,
-    token_batches,
-)
+from mtptrain.decoding.acceptance import Acceptance, Intervals, has_loop, intervals, summarise, token_batches
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler

@@ -120,17 +120,14 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
             crashed = process.returncode in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
             raise (EngineCrashed if crashed else UserError)(
                 f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
-                "lines:\n" + "".join(lines),
+                "lines:\n" + "".join(lines)
             )
         return json.loads(result_path.read_text())
 
 
 @contextmanager
 def started_server(
-    kind: type[Server],
-    command: Sequence[Path | str],
-    log_path: Path,
-    environment: Mapping[str, str] | None = None,
+    kind: type[Server], command: Sequence[Path | str], log_path: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Runs a server, which ends no later than this process, and yields it once it answers.
 

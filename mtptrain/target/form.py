@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import (
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from mtptrain.target.causal_attention import MaskOf

@@ -33,10 +33,7 @@ def openvino_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve_by_openvino(
-    openvino_python: Path,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    openvino_dir: Path,
+    openvino_python: Path, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], openvino_dir: Path
 ) -> Serve:
     """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules."""
 

@@ -17,10 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.hidden_states.extraction.vllm_streams import (
-    VllmStreams,
-    visible_devices,
-)
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, visible_devices
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.programs import wait_until_ended
@@ -93,10 +90,7 @@ def test_an_engine_that_cannot_write_or_is_killed_is_reported(
 ) -> None:
     scratch_dir = tmp_path / "rank"
     for is_killed, message in ((False, r"(?s)ended with status 1; .*director"), (True, r"ended with status -9")):
-        with (
-            pytest.raises(UserError, match=message),
-            streams_of(target_dir, vllm_python, scratch_dir) as streams,
-        ):
+        with pytest.raises(UserError, match=message), streams_of(target_dir, vllm_python, scratch_dir) as streams:
             if is_killed:
                 os.kill(streams._process.pid, signal.SIGKILL)
             else:

@@ -152,8 +152,4 @@ def write_served_head(directory: Path, target: Target, target_dir: Path, case: C
     form.add_target(directory, target_dir)
     if case.broken:
         damage(directory, case.head, case.broken)
-    return {
-        "method": form.method,
-        "speculative_settings": form.speculative_settings,
-        "holds_target": form.holds_target,
-    }
+    return {"method": form.method, "speculative_settings": form.speculative_settings, "holds_target": form.holds_target}

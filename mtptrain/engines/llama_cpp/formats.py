@@ -173,7 +173,7 @@ class GgufFormat(Format):
             f"`{HOST_SAMPLING}`, it drafts wrong tokens whenever it answers two requests at once: answers stay right, "
             "but few drafts are accepted. With `-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off`, and target and head in "
             "float32, it accepts exactly the drafts that mtptrain does; its usual caches in f16 and quantised weights "
-            "round differently.",
+            "round differently."
         ]
         if self.is_quantised:
             notes.append("The matrices here are rounded to 8 bits; any acceptance above was measured before that.")

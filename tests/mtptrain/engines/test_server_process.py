@@ -74,10 +74,7 @@ def test_a_server_that_does_not_start_is_reported_and_killed_with_its_children(
     message = (
         rf"^llama-server: must start, but ended with status 1; its log is {log}, and its last lines are:\nno model$"
     )
-    with (
-        pytest.raises(UserError, match=message),
-        started_server(LlamaServer, [PYTHON, "-c", "exit('no model')"], log),
-    ):
+    with pytest.raises(UserError, match=message), started_server(LlamaServer, [PYTHON, "-c", "exit('no model')"], log):
         pass
     monkeypatch.setattr(server_process, "START_TIMEOUT_S", 0.5)
     monkeypatch.setattr(server_process, "ENDING_S", 0.1)
