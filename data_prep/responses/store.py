@@ -69,7 +69,7 @@ COUNTS: dict[str, tuple[str, Callable[[RegeneratedConversation], int]]] = {
     "cut": ("responses cut at max_new_tokens, where a conversation ends", lambda each: each.ended_by is Ending.length),
     "texts_changed": ("responses that the template renders with other text", lambda each: each.texts_kept.count(False)),
     "tokens_changed": (
-        "responses that it renders with other tokens alone",
+        "responses rendered with other tokens of the same text",
         lambda each: each.tokens_changed,
     ),
 }
