@@ -85,7 +85,7 @@ class Source:
                 self.origins.append((path, rows, index))
                 self.passed_over |= passed_over
             if len(self.names) == num_before:
-                said = describe_refusals(len(refused), Counter(refused.values()))
+                said = describe_refusals(len(refused), Counter(refused.values()), refused)
                 raise UserError(
                     f"{path}: {said}; every file must hold at least one usable row: convert the data, or correct "
                     "prompts.source, prompts.paths, prompts.schema or prompts.roles"

@@ -212,6 +212,7 @@ def check_vocabulary(item: EncodedItem, vocab_size: int, location: str) -> None:
 def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
     """Refuse prompts of which a split is empty, or that train nothing."""
     refused = {group.reason: group.count for group in report.refused}
+    places = [group.first[0] for group in report.refused]
     empty = [f"{split} holds none" for split, documents in splits.items() if not len(documents)]
     train = splits[Split.train]
     if len(train) and not any(has_drafts(train.mask(i)) for i in range(len(train))):
@@ -219,7 +220,7 @@ def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, promp
     if empty:
         names = ("pattern", "validation_fraction", "max_train_tokens", "max_document_tokens")
         raise UserError(
-            f"prompts.paths: {describe_refusals(report.counts['items'], refused)}; each split must hold a "
+            f"prompts.paths: {describe_refusals(report.counts['items'], refused, places)}; each split must hold a "
             "document, with an answer after exactly the prompt that a server sends if it is a conversation, and train "
             f"one in which two generated tokens follow another token, but {' and '.join(empty)}, of "
             f"{report.counts['questions']:,} different questions or files, with "

@@ -52,4 +52,9 @@ def read_text_files(
                     reason = "not UTF-8"
             if reason is not None:
                 refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
+    if not texts and not refused:
+        raise UserError(
+            f"prompts.pattern: must match a file below {', '.join(directories)}, but {pattern!r} matches none that "
+            f"prompts.exclude={[*exclude]} keeps; correct these settings or prompts.paths"
+        )
     return dict(sorted(texts.items())), refused

@@ -21,7 +21,8 @@ GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() a
 OUT_OF_RANGE = [
     ("distributed_timeout_hours", "nan", "from 0.0002777777777777778 to 10,000, but is nan"),
     ("run_dir", "''", "must name a directory, but is ''; choose"),
-    ("run_dir", "/usr/..", "but is '/usr/..'; choose a path that is not a file and not the root"),
+    ("run_dir", "/usr/..", "but is '/usr/..'; choose a path that is not a file, a link to nothing or the root"),
+    ("run_dir", "/dev/null/x", "must name a directory, but is '/dev/null/x'; choose"),
     ("head.name", "eagle3", "be mtp, the head whose settings are chosen, but is eagle3; set head=eagle3 instead"),
     ("seed", f"{2**63}", "a number from 0 to 9,223,372,036,854,775,807, but is 9223372036854775808"),
     ("train.batch_tokens", "1", "at least 2, but is 1"),

@@ -89,8 +89,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     sizes, refused = survey(conversations)
     if not sizes:
         raise UserError(
-            f"prompts.paths: {describe_refusals(len(refused), Counter(refused.values()))}; {', '.join(prompts.paths)} "
-            "must hold at least one conversation that the target can answer: correct the paths or the data"
+            f"prompts.paths: {describe_refusals(len(refused), Counter(refused.values()), refused)}; "
+            f"{', '.join(prompts.paths)} must hold at least one conversation that the target can answer: correct the "
+            "paths or the data"
         )
     names = ["max_new_tokens", *([] if server else ["dtype", "batch_size"])]
     always = ("temperature", "top_p", "top_k")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -46,6 +46,9 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         reason = one_line(text.removeprefix(f"Error parsing override '{error.override}'"))
         return f"{hide_passwords(error.override)}: must be NAME=VALUE, but cannot be read ({reason})"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        meant = get_close_matches(error.missing_cfg_file.rpartition("/")[2], error.options, n=1)
+        return f"{one_line(text)}; {advice(meant, 'choose one of them')}"
     return one_line(text)
 
 

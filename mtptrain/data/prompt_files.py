@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -165,16 +166,18 @@ def require_prompts(directory: Path, name: str) -> Path:
     return directory / name
 
 
-def describe_refusals(num_items: int, refused: Mapping[str, int]) -> str:
-    """Returns how many items of a source were refused, and the most frequent reasons, whose counts are given."""
-    reasons = ", ".join(f"{count:,} ({reason})" for reason, count in Counter(refused).most_common(3))
-    return f"{sum(refused.values()):,} of {num_items:,} items were refused{reasons and f': {reasons}'}"
+def describe_refusals(num_items: int, refused: Mapping[str, int], places: Iterable[str]) -> str:
+    """Returns how many items were refused, the most frequent reasons, whose counts are given, and the first place."""
+    found = [f"{count:,} ({reason})" for reason, count in Counter(refused).most_common(3)]
+    found += [f"the first is {place}" for place in islice(places, 1)]
+    return f"{sum(refused.values()):,} of {num_items:,} items were refused{': ' * bool(found)}{', '.join(found)}"
 
 
 def refusals_of(directory: Path) -> str:
     """Returns what `describe_refusals` says of finished prompts."""
     report = read_json(directory / REPORT_FILE, AGAIN, ["counts", "refused"])
-    return describe_refusals(report["counts"]["items"], {each["reason"]: each["count"] for each in report["refused"]})
+    refused = {each["reason"]: each["count"] for each in report["refused"]}
+    return describe_refusals(report["counts"]["items"], refused, [each["first"][0] for each in report["refused"]])
 
 
 def name_hash(name: str) -> float:

@@ -12,7 +12,18 @@ if not torch.cuda.is_available():
     # DeepSpeed looks for its accelerator when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed
+from mtptrain.utils.errors import UserError, error_summary, reason_of
+
+try:
+    import deepspeed
+
+    if not deepspeed.get_accelerator().is_available():
+        raise ValueError("not available")
+except ValueError as error:
+    raise UserError(
+        f"DS_ACCELERATOR: must name an accelerator that DeepSpeed finds here, but is {os.environ['DS_ACCELERATOR']!r} "
+        f"({reason_of(error)}); `unset DS_ACCELERATOR`"
+    ) from error
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -23,7 +34,6 @@ from deepspeed.utils import (
 
 from mtptrain.heads.base import Head
 from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
-from mtptrain.utils.errors import UserError, error_summary
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -1,5 +1,6 @@
 """Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
+import errno
 import os
 import signal
 import sys
@@ -100,9 +101,12 @@ def refusal(error: Exception, run_dir: str | None) -> str | None:
     if not isinstance(error, OSError):
         return None
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "; free some space and run the same command again" if is_full else ""
     if error.strerror and names:
-        return f"{' -> '.join(names)}: {error.strerror}"
-    return f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)
+        return f"{' -> '.join(names)}: {error.strerror}{advice}"
+    said = f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)
+    return said + advice
 
 
 def error_summary(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,15 +66,18 @@ def each_value_of(choices: Sequence[str]) -> dict[str, Bound]:
 def directory_path(*, default: T) -> T:
     """Declare the path of a directory, which need not exist, or None. Empty paths, files and the root are refused."""
     return _bounded(
-        lambda path: path is None or (path.strip() != "" and not Path(path).is_file() and not _is_root(path)),
+        lambda path: path is None or _is_directory_path(path),
         "name a directory",
-        "choose a path that is not a file and not the root; an empty one would be the working directory",
+        "choose a path that is not a file, a link to nothing or the root, nor below a file; an empty one would be the "
+        "working directory",
         default,
     )
 
 
-def _is_root(path: str) -> bool:
-    return Path(path).resolve() == Path(path).resolve().parent
+def _is_directory_path(path: str) -> bool:
+    if not path.strip() or any(lexists(each) and not each.is_dir() for each in (Path(path), *Path(path).parents)):
+        return False  # `resolve` does not end well in a loop of links
+    return Path(path).resolve() != Path(path).resolve().parent
 
 
 def share(*, default: T, hint: str, is_proper: bool = False) -> T:

@@ -150,8 +150,7 @@ def fill_shards(
         raise OSError(
             error.errno,
             f"the disk must have room for {bytes_per_token(hidden_size, num_captured, dtype) * total / 1e9:.3f} GB of "
-            "hidden states from this process, but is full; finished shards are kept: free some space and run the same "
-            "command again",
+            "hidden states from this process, but is full; finished shards are kept",
             str(store_dir),
         ) from error
 

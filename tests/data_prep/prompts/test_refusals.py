@@ -24,10 +24,10 @@ def test_settings_and_targets_that_leave_a_split_without_text_are_refused(
 ) -> None:
     small = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     for override, message in (
-        ("prompts.pattern='*.rs'", "0 of 0 items were refused; .* but train holds none and validation holds none"),
-        ("prompts.validation_fraction=1e-6", r"\(empty\); .* but validation holds none, of 41 different questions"),
+        ("prompts.pattern='*.rs'", r"^prompts.pattern: must match a file below .*, but '\*.rs' matches none that "),
+        ("prompts.validation_fraction=1e-6", r"\(empty\), .* but validation holds none, of 41 different questions"),
         ("prompts.validation_fraction=0.9999", "but train holds none, of"),
-        ("prompts.max_train_tokens=3", r"^prompts.paths: 2 of 43 items were refused: 1 \(not UTF-8\), 1 \(empty\);"),
+        ("prompts.max_train_tokens=3", r"^prompts.paths: 2 of 43 .*: 1 \(not UTF-8\), 1 \(empty\), the first is \S+;"),
         ("prompts.paths=[]", "must name at least one path with prompts.source=text_files, but is empty; set"),
         (f"target.path={small}", "target.path: token ids must be below the model's vocab_size 100, but file_"),
     ):
@@ -40,7 +40,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: Config
     none = "^prompts.paths: 20 of 20 items were refused: 20 "
     for turns, message in (
         (("hello?", "answer {}"), "0 of 20 items .* holds none, of 1 different questions or files, with 0 windows"),
-        (("hello {}?",), none + r"\(no assistant turn\); .*, or let the target answer \("),
+        (("hello {}?",), none + r"\(no assistant turn\), the first is \S+:\d+; .*, or let the target answer \("),
         (("hello {}?", "yes"), none + r"\(the chat template fails: ZeroDivisionErr"),
     ):
         rows = [chat(f"chat{i}", *(turn.format(i) for turn in turns)) for i in range(20)]

@@ -25,7 +25,7 @@ MISTAKES = {
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "
     "(+deepspeed.steps=VALUE adds a new one)",
     "head=mtpp": "In 'pipeline': Could not find 'head/mtpp' Available options in 'head': dflash dflash2 draft_model "
-    "dspark eagle eagle3 hydra medusa mtp native_mtp peagle",
+    "dspark eagle eagle3 hydra medusa mtp native_mtp peagle; did you mean mtp?",
     "prompts.paths=a": f"prompts.paths: {REPORTS} Invalid value assigned: str is not a ListConfig, list or tuple.",
     "prompts.paths=[a": "prompts.paths=[a: must be NAME=VALUE, but cannot be read (no viable alternative at input "
     "'[a')",

@@ -88,9 +88,9 @@ def test_held_out_documents_that_cannot_be_used_are_refused(tmp_path: Path) -> N
     two = write_held_out(tmp_path / "two", ("a", 0, 0, [1] * 10), ("b", 0, 0, [1] * 10))
     assert [len(held_out_documents(two, part)) for part in (HeldOut.choosing, HeldOut.reporting)] == [1, 1]
     one = write_held_out(tmp_path / "one", ("a", 0, 0, [1] * 10))
-    refused = {"counts": {"items": 9}, "refused": [{"reason": "no answer", "count": 8}]}
+    refused = {"counts": {"items": 9}, "refused": [{"reason": "no answer", "count": 8, "first": ["a:1"]}]}
     (one / "report.json").write_text(json.dumps(refused))
-    message = r"prompts\.validation_fraction: 8 of 9 items were refused: 8 \(no answer\); it .* holds out 1;"
+    message = r"prompts\.validation_fraction: 8 of 9 .*: 8 \(no answer\), the first is a:1; it .* holds out 1;"
     with pytest.raises(UserError, match=message):
         held_out_documents(one, HeldOut.choosing)
     late = write_held_out(tmp_path / "late", LATE, ("another", 2, 0, [0, 1]), CHOOSING)

@@ -25,14 +25,15 @@ def raised(act: Callable[[], object]) -> Exception:
     raise AssertionError
 
 
+FREE = "; free some space and run the same command again"
 CASES: list[tuple[Exception, str | None]] = [
     (UserError("seed: must be 1, but is 2; set it"), "seed: must be 1, but is 2; set it"),
     (UserError("a file must be read, but\n  a library says no"), "a file must be read, but a library says no"),
     (UserError("a: must be 1\nb: must be 2"), "a: must be 1\nb: must be 2"),
     (UserError("vLLM: must run; its last lines:\nx\ny"), "vLLM: must run; its last lines:\nx\ny"),
     (StageMissing("head.json: must exist"), "head.json: must exist"),
-    (OSError(28, "the disk must have room", "/store"), "/store: the disk must have room"),
-    (OSError(28, "the disk is full", "/target/a", None, "/run/a"), "/target/a -> /run/a: the disk is full"),
+    (OSError(28, "the disk must have room", "/store"), f"/store: the disk must have room{FREE}"),
+    (OSError(1, "not allowed", "/target/a", None, "/run/a"), "/target/a -> /run/a: not allowed"),
     (ValueError("no"), None),
     (torch.OutOfMemoryError("CUDA out of memory"), None),
 ]
@@ -45,8 +46,8 @@ def test_only_an_error_that_the_user_can_correct_is_a_line() -> None:
 
 def test_an_error_of_the_operating_system_names_the_file_or_the_run() -> None:
     full = raised(lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-    assert refusal(full, "runs/a") == "No space left on device, with run_dir=runs/a"
-    assert str(refusal(full, None)) == "[Errno 28] No space left on device"
+    assert refusal(full, "runs/a") == f"No space left on device, with run_dir=runs/a{FREE}"
+    assert str(refusal(full, None)) == f"[Errno 28] No space left on device{FREE}"
     assert refusal(raised(lambda: Path("/none").read_text()), "runs/a") == "/none: No such file or directory"
 
 
