@@ -49,8 +49,8 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1600,
-    "mtptrain/cli": 375,
-    "mtptrain/data": 1123,
+    "mtptrain/cli": 378,
+    "mtptrain/data": 1126,
     "mtptrain/decoding": 1850,
     "mtptrain/engines": 4160,
     "mtptrain/heads": 3289,
@@ -59,12 +59,12 @@ LINES = {
     "mtptrain/planning": 635,
     "mtptrain/settings": 1095,
     "mtptrain/target": 2735,
-    "mtptrain/training": 2833,
-    "mtptrain/utils": 1122,
-    "data_prep": 2654,
+    "mtptrain/training": 2843,
+    "mtptrain/utils": 1130,
+    "data_prep": 2661,
     "eval": 2340,
     "slurm": 148,
-    "benchmarks": 720,
+    "benchmarks": 689,
     "tests": 21060,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
