@@ -11,10 +11,8 @@ import torch
 from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts, unused_token
-from mtptrain.heads.files import stored_config
-from mtptrain.heads.peagle import mask_token_id
 from mtptrain.hidden_states.extraction.backend import choose_backend
-from mtptrain.settings.heads import DflashConfig, HeadConfig, PeagleConfig
+from mtptrain.settings.heads import DflashConfig, HeadConfig, PeagleConfig, mask_token_id
 from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
@@ -49,6 +47,8 @@ class Run:
         if head.init_from is None:
             chosen = PromptsManifest.read(directory).unused_token if (directory / "manifest.json").is_file() else None
         else:
+            from mtptrain.heads.files import stored_config  # loads every head
+
             has_own = (Path(head.init_from) / "head.json").is_file()
             chosen = getattr(stored_config(Path(head.init_from)) if has_own else None, "mask_token_id", None)
         return replace(head, mask_token_id=chosen)
@@ -62,7 +62,7 @@ class Run:
         if not isinstance(head, PeagleConfig | DflashConfig):
             return
         documents, size = [self.documents(split) for split in Split], int(self.target.config.vocab_size)
-        mask = mask_token_id(head.mask_token_id, self.target.config)
+        mask = mask_token_id(head.mask_token_id, size)
         looked_up = size - 1 if head != given and given.init_from is None else mask
         found = np.concatenate([each.loss_mask[each.input_ids == looked_up] for each in documents])
         occurs = (

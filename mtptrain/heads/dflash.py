@@ -22,8 +22,7 @@ from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.eagle3 import resolved_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.heads.peagle import mask_token_id
-from mtptrain.settings.heads import CausalLayers, DflashConfig
+from mtptrain.settings.heads import CausalLayers, DflashConfig, mask_token_id
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
@@ -124,7 +123,7 @@ class DflashHead(Head):
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, norm_eps(target_config)
-        self.mask_token_id = mask_token_id(config.mask_token_id, target_config)
+        self.mask_token_id = mask_token_id(config.mask_token_id, target_config.vocab_size)
         self.drafts_per_document = config.anchors_per_document
         self.fc = nn.Linear(len(self.capture_layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RmsNorm(hidden_size, eps)

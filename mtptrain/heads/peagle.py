@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.eagle3 import Eagle3Head
-from mtptrain.settings.heads import PeagleConfig
-from mtptrain.utils.errors import UserError
+from mtptrain.settings.heads import PeagleConfig, mask_token_id
 
 
 class PeagleHead(Eagle3Head):
@@ -21,16 +20,5 @@ class PeagleHead(Eagle3Head):
 
     def __init__(self, config: PeagleConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        self.mask_token_id = mask_token_id(config.mask_token_id, target_config)
+        self.mask_token_id = mask_token_id(config.mask_token_id, target_config.vocab_size)
         self.mask_hidden = nn.Parameter(torch.randn(len(self.capture_layers), target_config.hidden_size))
-
-
-def mask_token_id(token_id: int | None, target_config: PreTrainedConfig) -> int:
-    """Returns the id of the mask token: the last of the target's vocabulary if none is set and no prompt is known."""
-    last = int(target_config.vocab_size) - 1
-    if token_id is not None and not 0 <= token_id <= last:
-        raise UserError(
-            f"head.mask_token_id: must be within 0..{last}, the target's vocabulary, but is {token_id}; "
-            "set the id of a token that texts do not contain"
-        )
-    return last if token_id is None else token_id

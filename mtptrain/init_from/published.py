@@ -20,10 +20,9 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.heads.peagle import mask_token_id
 from mtptrain.init_from.config_json import KINDS, ConfigJson, read_config, rope_of_head
 from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings, renamed
-from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig, PeagleConfig
+from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig, PeagleConfig, mask_token_id
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import MASK_EMBEDDING, resolve_target, weight_files
 from mtptrain.target.mimo import ARCHITECTURE as MIMO
@@ -181,7 +180,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     layers = HEADS[config.name].resolve_capture_layers(config, target_config)
     resolved: dict[str, object] = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
     if isinstance(config, PeagleConfig | DflashConfig):
-        resolved["mask_token_id"] = mask_token_id(config.mask_token_id, target_config)
+        resolved["mask_token_id"] = mask_token_id(config.mask_token_id, target_config.vocab_size)
     if isinstance(config, DflashConfig):
         resolved["layer_types"] = layer_types(config)
     return settings | {name: size for name, size in sizes.items() if name in settings} | resolved

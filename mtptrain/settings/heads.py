@@ -308,3 +308,13 @@ def config_of(kind: type[ConfigT], stored: Mapping[str, Any], path: Path) -> Con
             f"{unknown[0]}={stored[unknown[0]]}; use the version that trained the head, or train again"
         )
     return kind(**stored)
+
+
+def mask_token_id(token_id: int | None, vocab_size: int) -> int:
+    """Returns the id of the mask token: the last of the target's vocabulary if none is set and no prompt is known."""
+    if token_id is not None and not 0 <= token_id < vocab_size:
+        raise UserError(
+            f"head.mask_token_id: must be within 0..{vocab_size - 1}, the target's vocabulary, but is {token_id}; "
+            "set the id of a token that texts do not contain"
+        )
+    return vocab_size - 1 if token_id is None else token_id

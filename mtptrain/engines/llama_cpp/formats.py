@@ -23,7 +23,6 @@ from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
-from mtptrain.heads.peagle import mask_token_id
 from mtptrain.settings.heads import (
     Dflash2Config,
     DflashConfig,
@@ -31,6 +30,7 @@ from mtptrain.settings.heads import (
     DsparkConfig,
     Eagle3Config,
     HeadConfig,
+    mask_token_id,
 )
 from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, norm_eps
 from mtptrain.target.gguf import (
@@ -296,7 +296,7 @@ class LlamaCppDflash(WithTokenizer):
 
     def tokenizer(self) -> dict[str, Any]:
         return super().tokenizer() | {
-            "tokenizer.ggml.mask_token_id": mask_token_id(self.head.mask_token_id, self.target)
+            "tokenizer.ggml.mask_token_id": mask_token_id(self.head.mask_token_id, self.target.vocab_size)
         }
 
 

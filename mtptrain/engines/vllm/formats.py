@@ -28,7 +28,6 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
-from mtptrain.heads.peagle import mask_token_id
 from mtptrain.settings.heads import (
     CausalLayers,
     Dflash2Config,
@@ -39,6 +38,7 @@ from mtptrain.settings.heads import (
     HeadConfig,
     MedusaConfig,
     PeagleConfig,
+    mask_token_id,
 )
 from mtptrain.target.families import has_window_in_all_layers, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
@@ -195,7 +195,9 @@ class VllmPeagle(VllmEagle3):
         return state | {"mask_hidden": state["mask_hidden"].view(-1, self.dims.hidden_size)}
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head.mask_token_id, self.target)}
+        return super().config_json(dtype) | {
+            "mask_token_id": mask_token_id(self.head.mask_token_id, self.target.vocab_size)
+        }
 
 
 class VllmMedusa(VllmFormat):
@@ -262,7 +264,7 @@ class VllmDflash(VllmFormat):
             "block_size": self.head.ttt_steps + 1,
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
             "dflash_config": {
-                "mask_token_id": mask_token_id(self.head.mask_token_id, self.target),
+                "mask_token_id": mask_token_id(self.head.mask_token_id, self.target.vocab_size),
                 # Here engines number layer outputs from 0: id k is the stream after k + 1 decoder layers.
                 "target_layer_ids": [layer - 1 for layer in layers],
             },
