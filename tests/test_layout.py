@@ -57,7 +57,7 @@ LINES = {
     "mtptrain/hidden_states": 1757,
     "mtptrain/init_from": 1313,
     "mtptrain/planning": 635,
-    "mtptrain/settings": 1095,
+    "mtptrain/settings": 1120,
     "mtptrain/target": 2735,
     "mtptrain/training": 2843,
     "mtptrain/utils": 1130,
