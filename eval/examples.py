@@ -17,17 +17,6 @@ INCOMPLETE = "\ufffd"
 """The character to which tokenizers decode a byte of an incomplete character."""
 
 
-def accepted_flags(generation: Generation) -> list[bool]:
-    """Returns, for each token of an answer, whether it was an accepted draft.
-
-    The target chooses the first token, and one bonus token after the accepted drafts of each round.
-    """
-    flags = [False]
-    for count in generation.accepted_by_round:
-        flags += [True] * count + [False]
-    return flags[: len(generation.tokens)]
-
-
 def examples(
     measured: Measured, prompts: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
@@ -64,7 +53,10 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
     """
     parts: list[tuple[str, bool]] = []
     end = num_shown = 0
-    for accepted, run in groupby(accepted_flags(generation)):
+    flags = [False]  # the target chooses the first token, and a bonus token after the accepted drafts of each round
+    for count in generation.accepted_by_round:
+        flags += [True] * count + [False]
+    for accepted, run in groupby(flags[: len(generation.tokens)]):
         end += len(list(run))
         text = decoded(tokenizer, generation.tokens[:end])
         if end < len(generation.tokens):

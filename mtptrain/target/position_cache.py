@@ -97,7 +97,9 @@ class PositionCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [B, heads, S, head_dim] to the slots of `begin`; returns those of all slots in use."""
         keys, values = self._slots(layer_idx, key_states, value_states, len(key_states))
-        written = self._written_on(keys.device)
+        if keys.device not in self._written:
+            self._written[keys.device] = next(iter(self._written.values())).to(keys.device)
+        written = self._written[keys.device]
         sequences = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
         keys[sequences, :, written] = key_states.transpose(1, 2)
         values[sequences, :, written] = value_states.transpose(1, 2)
@@ -111,11 +113,6 @@ class PositionCache(Cache):
             if layer_idx not in tensors:
                 tensors[layer_idx] = states.new_zeros(batch, states.shape[1], self.num_slots, states.shape[-1])
         return self._keys[layer_idx], self._values[layer_idx]
-
-    def _written_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._written:
-            self._written[device] = next(iter(self._written.values())).to(device)
-        return self._written[device]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._used_slots

@@ -29,12 +29,6 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 CONVERT = ("-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past")
 
 
-def convert_both(job: dict[str, Any]) -> None:
-    """Convert the target and the head of a job."""
-    for name in ("target", "head"):
-        convert(Path(job[name]), Path(job[f"converted_{name}"]), job["weights"], name == "head")
-
-
 def convert(source: Path, directory: Path, weights: str, is_head: bool) -> None:
     """Convert a model or a head, and write into an EAGLE-3 head which streams of the target it reads.
 
@@ -172,5 +166,6 @@ def run_loads(job: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     kind, job_path, result_path = sys.argv[1:]
     job = json.loads(Path(job_path).read_text())
-    convert_both(job)
+    for name in ("target", "head"):
+        convert(Path(job[name]), Path(job[f"converted_{name}"]), job["weights"], name == "head")
     Path(result_path).write_text(json.dumps(run_loads(job) if kind == "load" else decode(job)))
