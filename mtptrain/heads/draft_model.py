@@ -44,6 +44,12 @@ TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 of any other family."""
 
 
+NO_TARGET = (
+    "{directory}: a draft model must be a language model that mtptrain can run as a target, but this one is none "
+    "({error}); choose another draft model"
+)
+
+
 class DraftModelHead(Head):
     """A causal language model of transformers. Its tensors are named as in a stock checkpoint."""
 
@@ -217,10 +223,7 @@ def published_config(path: str, target_config: PreTrainedConfig) -> PreTrainedCo
         config = read_target_config(directory)
         form = find_form(config)
     except UserError as error:
-        reason = str(error).removeprefix("target.path: ").replace("choose another target", "choose another model")
-        raise UserError(
-            f"{directory}: a draft model must be a language model that mtptrain can run, but this one is not: {reason}"
-        ) from error
+        raise UserError(NO_TARGET.format(directory=directory, error=error)) from error
     if form.keeps_states or form.has_lm_head_bias or (form.decoder, form.norm) != ("model", "model.norm"):
         raise UserError(
             f"{directory}: a draft model must have plain decoder layers, no bias in lm_head, and tensors named model.* "

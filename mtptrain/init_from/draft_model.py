@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.draft_model import model_config
+from mtptrain.heads.draft_model import NO_TARGET, model_config
 from mtptrain.heads.files import build_head, checked_weights
 from mtptrain.init_from.from_target import refuse_other_sizes
 from mtptrain.init_from.published import Published, read_tensors
@@ -70,11 +70,7 @@ def _load(directory: Path) -> Tensors:
     try:
         check_target(Target(model))
     except UserError as error:
-        reason = str(error).removeprefix("target.path: ").removesuffix("; choose another target")
-        raise UserError(
-            f"{directory}: a draft model must be a language model that mtptrain can run, but this one is not: "
-            f"{reason}; choose another draft model"
-        ) from error
+        raise UserError(NO_TARGET.format(directory=directory, error=error)) from error
     missing = loading["missing_keys"]  # which transformers initialises at random
     return {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
 
