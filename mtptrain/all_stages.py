@@ -5,11 +5,8 @@
     mtptrain run recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]"
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
-`mtptrain plan` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one
-for each (see `num_ranks`); on a CPU such a stage becomes one rank per core itself. A stage is passed over if its output
-exists, is newer than that of the stages before it, and was made with the same settings, its own and those of the stages
-before it, or lies in a folder that is a link to another run's; an export that was changed since is refused.
-A stage that was interrupted goes on where it stopped. One that fails ends the run with its exit code.
+`mtptrain plan` prints what the run will need, and runs nothing. A stage that is finished (see `is_finished`) is passed
+over, one that was interrupted goes on where it stopped, and one that fails ends the run with its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
 checked before the first begins. `mtptrain compare` compares their measurements.
@@ -146,7 +143,8 @@ def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
 
 
 def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig) -> bool:
-    """Returns whether a stage need not run again.
+    """Returns whether a stage need not run again: its output is newer than that of the stages before it, and was made
+    with the same settings, its own and theirs.
 
     A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
     A folder that is a link belongs to another run. Later stages check what it holds. The stages before it were finished

@@ -35,7 +35,10 @@ def add_target_files(
                 kept = {each: file.get_tensor(each) for each in tensor_shapes(path) if not is_replaced(each)}
             save_tensors(directory / name, kept)
         else:
-            link_or_copy(path, directory / name)
+            try:
+                os.link(path.resolve(), directory / name)
+            except OSError:  # another file system, or another user's files
+                shutil.copyfile(path, directory / name)
     for pattern in COPIED:
         for path in target_dir.glob(pattern):
             if path.name != INDEX and not (directory / path.name).exists():  # such as the head's config.json
@@ -50,10 +53,3 @@ def tensors_bytes(path: Path) -> int:
     """Returns the bytes of a safetensors file's tensors, which follow the header and the 8 bytes of its length."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def link_or_copy(source: Path, destination: Path) -> None:
-    try:
-        os.link(source.resolve(), destination)
-    except OSError:  # another file system, or another user's files
-        shutil.copyfile(source, destination)
