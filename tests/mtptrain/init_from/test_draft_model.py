@@ -148,7 +148,7 @@ BAD_MODELS: list[tuple[Callable[[Path], Path | str], str]] = [
     (lambda path: change_config(make_target(path), model_type="bert"), r"but this one is none \(.* family 'bert'"),
     (lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}), r"be unquantised, so"),
     (without_a_norm, r"model\.norm\.weight must be of shape \(64,\) .* is absent"),
-    (lambda path: write_member(path, *REFUSED["deepseek_v32"][:2]), r"must be .* can run, .* over a cache"),
+    (lambda path: write_member(path, *REFUSED["deepseek_v32"][:2]), r"must be .* can run as a target, .* over a cache"),
 ]  # fmt: skip
 
 
