@@ -102,7 +102,8 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        if note := engine_of(config.export.engine).defaults_note(run.target.generation):
+        engine = engine_of(config.export.engine)
+        if note := engine.defaults_note(engine.read_by(run.target)):
             print(note)
         write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:
@@ -141,7 +142,8 @@ def served_settings(run: Run) -> dict[str, dict[str, Any]]:
     `as_served` are requests with the temperature of the other rows, `as_served_sampled` those without one. There is no
     row for what generation_config.json does not set, the engine does not add or refuses, or adds by rules of its own.
     """
-    engine, generation = engine_of(run.config.export.engine), run.target.generation
+    engine = engine_of(run.config.export.engine)
+    generation = engine.read_by(run.target)
     added, rows = engine.added_to(generation), dict[str, dict[str, Any]]()
     penalties = {name: value for name, value in added.items() if name in PENALTIES}
     if penalties and not engine.has_our_penalties:
@@ -243,7 +245,7 @@ def report(
         "prompts_sha256": prompts.sha256,
         "baselines": described,
         "as_served": served_settings(run),
-        "generation_config": run.target.generation.changes,
+        "generation_config": engine_of(run.config.export.engine).read_by(run.target).changes,
         "speed": {
             name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()
         },

@@ -26,7 +26,7 @@ from mtptrain.engines.base import RunningEngine
 from mtptrain.engines.requests import ROUNDED_DRAFTS, EngineCounts, EngineRun, Manner, Questions
 from mtptrain.heads.base import Head
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
+from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
 from mtptrain.target.model import Target
 from mtptrain.utils.figures import Figure, shown
 
@@ -70,13 +70,14 @@ def questions(neutral: Questions, target: TargetFiles, engine: RunningEngine) ->
     """Returns what a server is asked beside the neutral questions; an engine without a server is asked nothing."""
     if not engine.has_server:
         return []
-    changes = set(target.generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
+    generation = engine.read_by(target)
+    changes = set(generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
     few = neutral._replace(prompts=neutral.prompts[:FEW_PROMPTS])
     chat = {"messages": CHAT, "chat_template_kwargs": dict(target.template_kwargs)}
     greedy = (neutral if changes else few)._replace(
         manner=Manner.greedy, chat=chat if target.tokenizer.chat_template else None
     )
-    if engine.why_not_sampled() or engine.refused_for(target.generation):
+    if engine.why_not_sampled() or engine.refused_for(generation):
         return [greedy]
     return [greedy, few._replace(manner=Manner.plain)]
 
@@ -88,7 +89,7 @@ class AsServed:
         self, settings: AcceptanceConfig, target: Target, files: TargetFiles, head: Head, engine: RunningEngine
     ):
         self.settings, self.target, self.engine = settings, target, engine
-        self.generation, self.tokenizer = files.generation, files.tokenizer
+        self.generation, self.tokenizer = engine.read_by(files), files.tokenizer
         self.drafter = HeadDrafter(head, target.parts, settings.num_speculative_tokens)
 
     def compare(self, asked: Questions, theirs: EngineRun, neutral: Sequence[list[int]], may_round: bool) -> Asked:
@@ -100,8 +101,8 @@ class AsServed:
         new_ends = other_ends(theirs.tokens, asked)
         num_different = sum(map(ne, theirs.tokens, neutral))
         reasons = [
-            f"end: the server ends answers at token {token}, {self.tokenizer.decode([token])!r}, which neither {FILE} "
-            "nor the tokenizer names as an end"
+            f"end: the server ends answers at token {token}, {self.tokenizer.decode([token])!r}, which neither "
+            f"{self.generation.source} nor the tokenizer names as an end"
             for token in new_ends
         ]
         ours, more = self._same_answers(asked, theirs.tokens, (*asked.stop_token_ids, *new_ends))
@@ -141,7 +142,9 @@ class AsServed:
         for sampler in (Sampler(), *([Sampler(**penalties)] if penalties else [])):
             ours = self._decode(asked, sampler, ends)
             if [generation.tokens for generation in ours] == list(answers):
-                return ours, [f"penalty: {as_words(penalties)} of {FILE}"] if sampler.has_penalties else []
+                return ours, [
+                    f"penalty: {as_words(penalties)} of {self.generation.source}"
+                ] if sampler.has_penalties else []
         return None, []
 
     def _other_rules(self, may_round: bool) -> list[str]:
@@ -149,13 +152,17 @@ class AsServed:
         ours = (*ONLY_SAMPLED, *(PENALTIES if self.engine.has_our_penalties and not may_round else ()))
         added = self.engine.added_to(self.generation).items()
         applied = {name: value for name, value in added if name not in ours}
-        return [f"{self.engine.name} applies {as_words(applied)} of {FILE}, by rules of its own"] if applied else []
+        return (
+            [f"{self.engine.name} applies {as_words(applied)} of {self.generation.source}, by rules of its own"]
+            if applied
+            else []
+        )
 
     def _how_sampled(self) -> str:
         added = self.engine.added_to(self.generation).items()
         if applied := {name: value for name, value in added if name in self.generation.sampling}:
-            return f"sampling: {as_words(applied)} of {FILE}"
-        return f"sampling: {FILE} sets nothing, and {self.engine.name} has defaults of its own"
+            return f"sampling: {as_words(applied)} of {self.generation.source}"
+        return f"sampling: {self.generation.source} sets nothing, and {self.engine.name} has defaults of its own"
 
     def _decode(
         self, asked: Questions, sampler: Sampler, ends: Sequence[int], answers: Sequence[list[int]] | None = None
@@ -200,7 +207,7 @@ def print_as_served(
     greedy = next(each for each in asked if each.manner is Manner.greedy)
     applied = {name: value for name, value in engine.added_to(generation).items() if name not in ONLY_SAMPLED}
     if applied and not greedy.num_different:
-        print(f"{FILE} sets {as_words(applied)}, but the server adds nothing of that to these requests.")
+        print(f"{generation.source} sets {as_words(applied)}, but the server adds nothing of that to these requests.")
     refused = [f"the engine refuses {name} with drafts" for name in engine.refused_for(generation)]
     if reasons := ", and ".join(filter(None, [engine.why_not_sampled(), *refused])):
         print(f"Requests that set nothing, and may be sampled, are not asked: {reasons}.")
@@ -216,6 +223,6 @@ def print_as_served(
         elif not each.is_explained:
             print(
                 f"requests that set {each.manner}: {each.num_different} answers differ from those of neutral requests "
-                f"for a reason that is not known here; compare {FILE} of the server's model with the target's",
+                f"for a reason that is not known here; compare {generation.source} of the server's model with ours",
                 file=sys.stderr,
             )

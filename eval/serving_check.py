@@ -106,7 +106,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", found)
     print_table(config, comparison, engine.name, rule)
-    print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, run.target.generation)
+    print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, engine.read_by(run.target))
     return print_verdict(config, list(prompts), comparison, divergence, has_rounded_weights) and all(
         each.is_explained for each in asked_again
     )

@@ -12,6 +12,7 @@ run retries the failed ones.
 
 import asyncio
 import json
+import os
 import sys
 import time
 import warnings
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 import torch
 
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
-from mtptrain.data.chat_template import end_of_turn, render_prompt, require_chat_template, special_tokens
+from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.prompt_files import describe_refusals
@@ -34,7 +35,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target import generation
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from mtptrain.target.served_text import chats_elsewhere
+from mtptrain.target.served_text import chats_elsewhere, end_of_turn
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
@@ -188,14 +189,8 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
 def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sampling:
     """Returns how responses are sampled and where they end, and says in a line if that is not as a server would."""
     own, stop_token_ids = target.generation, target.generation.eos_token_ids
-    turn_end = end_of_turn(target.tokenizer)
-    if turn_end is not None and turn_end not in stop_token_ids:
-        print(
-            f"target.path: the chat template ends an answer with {special_tokens(target.tokenizer)[turn_end]}, token "
-            f"{turn_end}, at which responses end too, but servers write past it: in {target.directory} it is neither "
-            f"an eos_token_id of {generation.FILE} nor the tokenizer's eos_token; add it",
-            flush=True,
-        )
+    turn_end, _ = end_of_turn(target.tokenizer)
+    if turn_end is not None and turn_end not in stop_token_ids:  # `chats_elsewhere` says so
         stop_token_ids = (*stop_token_ids, turn_end)
     if not stop_token_ids:
         raise UserError(
@@ -205,11 +200,13 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
     given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
     chosen = {name: value for name, value in given.items() if value is not None}
     sampled = own.sampled_with(chosen)
-    if own.sampling:
-        source = "as" if sampled == own.own_sampling else f"with {_changes(chosen)} and not with"
+    if own.changes and os.environ.get("RANK", "0") == "0":
+        says = "as" if sampled == own.own_sampling else f"while {_changes(own.own_sampling)} is what"
+        others = {name: value for name, value in own.changes.items() if name not in generation.NEUTRAL}
+        left_out = f"; it also sets {generation.as_words(others)}, which responses leave out" if others else ""
         print(
-            f"responses: sampled {source} {generation.FILE} of the target says, {_changes(own.own_sampling)}; "
-            "responses.temperature, top_p and top_k override it",
+            f"responses: {_changes(sampled)}, {says} {generation.FILE} of the target says; responses.temperature, "
+            f"top_p and top_k override it{left_out}",
             flush=True,
         )
     return Sampling(sampled, settings.max_new_tokens, stop_token_ids, seed)
@@ -217,7 +214,7 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
 
 def _changes(sampling: Mapping[str, Any]) -> str:
     values = {name: value for name, value in sampling.items() if value != generation.NEUTRAL[name]}
-    return generation.as_words(values) or "temperature 1"
+    return generation.as_words(values).replace("temperature 0.0", "greedy") or "temperature 1"
 
 
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:

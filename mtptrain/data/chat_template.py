@@ -61,17 +61,6 @@ def render_text(
     return text
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the special token that the chat template writes after an answer; None if it writes none."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-    try:
-        _, _, after = render_text(tokenizer, messages).partition(PROBE)
-    except TemplateError:
-        return None
-    special = special_tokens(tokenizer)
-    return next((token for token in tokenize_rendered(tokenizer, after) if token in special), None)
-
-
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str = "messages"
 ) -> str:

@@ -18,7 +18,7 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, GenerationDefaults, as_words
+from mtptrain.target.generation import GenerationDefaults, as_words
 
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
@@ -100,6 +100,10 @@ class Engine(ABC):
             return f'Send them with each request, as `"chat_template_kwargs": {mode}`'
         return "Pass them to `apply_chat_template`"
 
+    def read_by(self, target: TargetFiles) -> GenerationDefaults:
+        """Returns what the target's files set that the engine reads."""
+        return target.generation
+
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
         changes = generation.changes.items()
@@ -118,7 +122,7 @@ class Engine(ABC):
         if not sets:
             return ""
         engine = f"{self.name} {self.version}"
-        sentences = [f"The target's {FILE} sets {as_words(sets)}."]
+        sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
         if left_out := [name for name in sets if name not in (*added, *refused)]:
             sentences.append(f"{engine} does not apply {', '.join(left_out)}.")
         if added:

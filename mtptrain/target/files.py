@@ -14,8 +14,8 @@ from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
-from mtptrain.target.generation import GenerationDefaults, read_generation
-from mtptrain.target.gguf import gguf_of, is_gguf
+from mtptrain.target.generation import GenerationDefaults, parse_generation, read_generation
+from mtptrain.target.gguf import gguf_of, is_gguf, read_header, sampling_of
 from mtptrain.target.hub import DEMO, load_tokenizer, weights_fingerprint
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
@@ -87,6 +87,13 @@ class TargetFiles:
             return found
         end = self.tokenizer.eos_token_id
         return found.ending_at(end if end is not None and end < self.config.vocab_size else None)
+
+    @cached_property
+    def gguf_generation(self) -> GenerationDefaults:
+        """What the target's GGUF file asks of whoever generates with it; nothing without one."""
+        if self.gguf is None or not self.gguf.is_file():
+            return GenerationDefaults()
+        return parse_generation(sampling_of(read_header(self.gguf)), self.gguf, self.config)
 
     @cached_property
     def weights_sha256(self) -> str:

@@ -3,16 +3,16 @@
 A server applies some of these settings to each request that leaves them out; `Engine.applies` says which.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
 FILE = "generation_config.json"
@@ -28,16 +28,16 @@ NEUTRAL: dict[str, Any] = {
 }
 """Settings of sampling, and the values with which the target's own distribution is unchanged."""
 
-BOUNDS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "top_k": (-1, math.inf),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-9, math.inf),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
+BOUNDS: Mapping[str, tuple[type, float, float]] = {
+    "do_sample": (bool, False, True),
+    "temperature": (float, 0, 1e6),
+    "top_p": (float, 1e-9, 1),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-9, 1e6),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (float, -2, 2)),
+    **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens", "max_length"), (int, 0, 2**31)),
 }
-"""The least and the greatest value of each, as servers check them."""
+"""The type and the least and greatest value of each setting, as servers check them."""
 
 ONLY_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 """Settings that change no greedy answer."""
@@ -80,6 +80,8 @@ class GenerationDefaults:
     """Tokens of prompt and answer."""
     processors: Mapping[str, Any] = field(default_factory=dict)
     """All other settings that change an answer, such as suppress_tokens, by their names in the file."""
+    source: str = FILE
+    """The name of the file."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -125,18 +127,40 @@ def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDef
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
-    for name, (least, most) in BOUNDS.items():
-        value = given.get(name, NEUTRAL[name])
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+    parsed = parse_generation(given, path, config)
+    if path.is_file():
+        try:
+            transformers.GenerationConfig.from_pretrained(target_dir)
+        except (ValueError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path}: {name} must be a number from {least:g} to {most:g}, but is {value!r}; {DOWNLOAD_AGAIN}"
+                f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
+            ) from error
+    return parsed
+
+
+def parse_generation(given: dict[str, Any], path: Path, config: PreTrainedConfig) -> GenerationDefaults:
+    """Returns what the settings of a file say, whose names are those of generation_config.json."""
+    for name, (kind, least, most) in BOUNDS.items():
+        value = given.get(name, least)
+        is_kind = type(value) is kind or (kind is float and type(value) is int)
+        if name in given and not (is_kind and least <= value <= most):
+            must = (
+                "true or false"
+                if kind is bool
+                else f"{'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
             )
-    own = {each.name for each in fields(GenerationDefaults)} - {"eos_token_ids", "processors"}
+            raise UserError(f"{path}: {name} must be {must}, but is {value!r}; {DOWNLOAD_AGAIN}")
+    own = {each.name for each in fields(GenerationDefaults)} - {"eos_token_ids", "processors", "source"}
     others = {name: value for name, value in given.items() if name not in own | NO_EFFECT | {"eos_token_id"}}
-    processors = {name: value for name, value in others.items() if value and value != NO_EFFECT_VALUES.get(name)}
+    processors = {
+        name: value
+        for name, value in others.items()
+        if value not in (NO_EFFECT_VALUES.get(name), False, [], {})
+        or (name.endswith("token_id") and value is not False)
+    }
     ends, source = as_ids(given.get("eos_token_id")), path
     if not ends:
-        ends, source = as_ids(config.eos_token_id), target_dir / "config.json"
+        ends, source = as_ids(config.eos_token_id), path.with_name("config.json")
     for token in ends:
         if isinstance(token, bool) or not (isinstance(token, int) and 0 <= token < config.vocab_size):
             raise UserError(
@@ -144,7 +168,7 @@ def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDef
                 f"{DOWNLOAD_AGAIN}"
             )
     return GenerationDefaults(
-        tuple(ends), **{name: given[name] for name in own if name in given}, processors=processors
+        tuple(ends), **{name: given[name] for name in own if name in given}, processors=processors, source=path.name
     )
 
 

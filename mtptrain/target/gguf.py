@@ -106,11 +106,9 @@ SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_ex
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 IN_TOKENIZER = (*LISTS, "scores", "token_type_count", "add_bos_token")
 """Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
-SAMPLING = {
-    **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
-    "penalty_repeat": "repetition_penalty",
-}
-"""Keys of `general.sampling` and their names in generation_config.json."""
+SAMPLED_BY = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+SAMPLING = {**SAMPLED_BY, "penalty_repeat": "repetition_penalty"}
+"""Keys of `general.sampling` and their names in generation_config.json; others, such as mirostat, keep theirs."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
@@ -372,11 +370,10 @@ def _translated(name: str) -> str:
 
 def sampling_of(header: GGUFHeader) -> dict[str, Any]:
     """Returns how llama.cpp samples with a file unless a request says otherwise, as generation_config.json has it."""
-    keys = header.section("general.sampling.")
-    given = {name: keys[key] for key, name in SAMPLING.items() if key in keys}
-    if given.get("temperature") == 0:  # greedy, which transformers says in another way
-        return {name: value for name, value in given.items() if name == "repetition_penalty"} | {"do_sample": False}
-    return given | {"do_sample": True} if given.keys() - {"repetition_penalty"} else given
+    given = {SAMPLING.get(key, key): value for key, value in header.section("general.sampling.").items()}
+    if given.get("temperature", 1) <= 0:  # greedy, which transformers says in another way
+        return {name: x for name, x in given.items() if name not in SAMPLED_BY.values()} | {"do_sample": False}
+    return given | {"do_sample": True} if given.keys() & SAMPLED_BY.values() else given
 
 
 def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:

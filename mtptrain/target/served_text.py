@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import FILE
 from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
 from mtptrain.utils.files import read_json
 
@@ -57,12 +58,36 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             "start llama-server with --override-kv tokenizer.ggml.add_bos_token=bool:false"
         )
 
+    # 3. Find out whether servers end an answer where the template does.
+    ends, (token, text) = target.generation.eos_token_ids, end_of_turn(tokenizer)
+    if text and token not in ends:
+        advice = (
+            f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` with each request"
+        )
+        yield (
+            f"{target.directory}: servers should end an answer at {text!r}, with which the chat template ends it, but "
+            f"write past it: they end at {', '.join(map(str, ends)) or 'no token'}; {advice}"
+        )
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
+    """Returns the special token, if there is one, and the text with which the chat template ends an answer."""
+    answer = "\ue000"  # from Unicode's private use area, so no template writes it
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(answer)[2]
+    except Exception:  # a template is an unknown program, and may want other messages
+        return None, ""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in special), None), after.strip()
+
 
 def _templates(stored: Any) -> tuple[str, str]:
     """Returns the templates for chats without and with tools. Jinja passes over a line break at the end."""
     if isinstance(stored, list):
-        stored = {each["name"]: each["template"] for each in stored}
-    named = stored if isinstance(stored, dict) else {"default": stored}
+        stored = {each.get("name"): each.get("template") for each in stored if isinstance(each, dict)}
+    named = stored if isinstance(stored, dict) else {"default": stored if isinstance(stored, str) else ""}
     default = named.get("default") or ""
     return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
 

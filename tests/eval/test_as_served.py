@@ -24,6 +24,7 @@ from mtptrain.target.generation import GenerationDefaults
 from mtptrain.target.loading import load_target
 from tests.conftest import as_draft_model, make_config
 from tests.data_prep.speaking import EOS, make_speaking_target
+from tests.gguf_files import write_gguf
 
 PENALTY = {"repetition_penalty": 1.3}
 SETTINGS = AcceptanceConfig(max_new_tokens=24, num_speculative_tokens=3)
@@ -56,6 +57,15 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert "sets temperature 0.7, repetition_penalty 1.05, suppress_tokens [3]. vLLM 0.32 does not apply supp" in note
     assert "applies temperature, repetition_penalty to each request" in note and "`--generation-config vllm`" in note
     assert not engine_of("vllm").defaults_note(GenerationDefaults(temperature=1.0))
+    gguf = write_gguf(
+        tmp_path / "target.gguf", target, settings={"general.sampling.temp": 0.5, "general.sampling.mirostat": 2}
+    )
+    run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
+    assert served_settings(run)["as_served_sampled"]["temperature"] == 0.5
+    note = engine_of("llama_cpp").defaults_note(engine_of("llama_cpp").read_by(run.target))
+    assert note.startswith(
+        "The target's target.gguf sets temperature 0.5, mirostat 2. llama.cpp b11434 does not apply mir"
+    )
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 
@@ -127,6 +137,7 @@ def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_gree
     def asked(why_not_sampled: str = "", has_server: bool = True, **generation: Any) -> list[Questions]:
         refused = lambda generation: ["min_p"] if generation.min_p else []  # noqa: E731
         engine = SimpleNamespace(has_server=has_server, why_not_sampled=lambda: why_not_sampled, refused_for=refused)
+        engine.read_by = lambda target: target.generation
         return questions(neutral, run_with(target, "vllm", **generation).target, engine)  # type: ignore[arg-type]
 
     greedy, plain = asked(temperature=0.7)

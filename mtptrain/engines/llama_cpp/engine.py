@@ -32,6 +32,7 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import GenerationDefaults
 from mtptrain.target.gguf import require_same_sizes
 from mtptrain.utils.errors import UserError
 
@@ -101,6 +102,10 @@ class LlamaCpp(RunningEngine):
             must_be = f"{families}, and with unscaled RoPE unless it is a Llama or Mistral"
             instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
             yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
+
+    def read_by(self, target: TargetFiles) -> GenerationDefaults:
+        """Returns the settings of the target's GGUF file, or without one those that the converter would write."""
+        return target.generation if target.gguf is None else target.gguf_generation
 
     def find_program(self, serving: ServingConfig) -> Path:
         return find_llama_server(serving.program)

@@ -102,11 +102,22 @@ def test_responses_are_sampled_and_ended_as_the_target_is_served_unless_settings
     penalised = neutral | {"temperature": 0.0, "repetition_penalty": 1.05}
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
         ({}, {}, neutral | {"temperature": 0.0}, "^$"),
-        (served, {}, served, "sampled as generation_config.json .* temperature 0.6, top_p 0.95, top_k 20, min_p 0.05"),
-        (served | {"do_sample": False}, {}, penalised, r"temperature 0\.0, repetition_penalty 1\.05; "),
-        ({"do_sample": True, "top_k": 5}, {}, neutral | {"top_k": 5}, "says, top_k 5; "),
-        (served, {"top_k": 7}, served | {"top_k": 7}, "sampled with top_k 7 and not with generation_config.json"),
-        (served, {"temperature": 0.0}, neutral | {"temperature": 0.0}, r"sampled with temperature 0\.0 and not with"),
+        (served, {}, served, "temperature 0.6, top_p 0.95, top_k 20, min_p 0.05, .*, as generation_config.json of"),
+        (served | {"do_sample": False}, {}, penalised, "greedy, repetition_penalty 1.05, as "),
+        ({"do_sample": True, "top_k": 5}, {}, neutral | {"top_k": 5}, "responses: top_k 5, as "),
+        (served, {"top_k": 7}, served | {"top_k": 7}, "top_k 7, .*, while temperature 0.6, .* is what generation_conf"),
+        (
+            served,
+            {"temperature": 0.0},
+            neutral | {"temperature": 0.0},
+            "responses: greedy, while temperature 0.6",
+        ),
+        (
+            {"suppress_tokens": [5]},
+            {},
+            neutral | {"temperature": 0.0},
+            "suppress_tokens .5., which responses leave",
+        ),
     ]
     for number, (generation, settings, expected, said) in enumerate(cases):
         path.write_text(json.dumps({"eos_token_id": 3, **generation}))
@@ -126,11 +137,11 @@ def test_an_answer_ends_where_the_template_ends_a_turn_and_answers_that_are_all_
     template = GENERATION_TEMPLATE.replace("<|end|>", "<system>")
     target = make_speaking_target(tmp_path / "target", chat_template=template)
     server.behave = lambda request: completion(request["prompt"], [5, 6], "length")
-    respond(by_server(target=target))
     turn_end = load_tokenizer(target).convert_tokens_to_ids("<system>")
+    with pytest.warns(UserWarning, match=f"servers should end an answer at '<system>', .*; add {turn_end} to eos"):
+        respond(by_server(target=target))
     assert all(request["stop_token_ids"] == [EOS, turn_end] for request in server.requests)
-    out, err = capsys.readouterr()
-    assert f"the chat template ends an answer with <system>, token {turn_end}, at which responses end too" in out
+    err = capsys.readouterr().err
     assert re.search(r"warning: (\d+) of \1 responses reached responses.max_new_tokens before an end of text", err)
 
 

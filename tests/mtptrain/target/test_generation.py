@@ -1,6 +1,7 @@
 """Tests what a target's files say of generating with it."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,23 @@ def test_all_that_changes_an_answer_is_read_and_what_changes_none_is_not(tmp_pat
     }
     assert read(tmp_path, transformers_version="5", pad_token_id=3, bad_words_ids=[], **neutral).changes == {}
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "presence_penalty": 1.5}
-    others = {"max_new_tokens": 9, "suppress_tokens": [0], "no_repeat_ngram_size": 3, "num_beams": 4, "custom": "x"}
+    others = {
+        "max_new_tokens": 9,
+        "suppress_tokens": [5],
+        "no_repeat_ngram_size": 3,
+        "forced_eos_token_id": 0,
+        "c": "x",
+    }
     found = read(tmp_path, **sampling, **others)
     assert found.sampling == {name: value for name, value in sampling.items() if name != "do_sample"}
     assert found.changes == found.sampling | others and found.max_new_tokens == 9 and found.do_sample
 
 
 def test_values_that_no_engine_takes_are_refused(tmp_path: Path) -> None:
-    for name, value in (("temperature", "hot"), ("top_p", 1.5), ("repetition_penalty", 0), ("min_p", True)):
+    for name, value in (
+        *(("temperature", "hot"), ("top_p", 1.5), ("repetition_penalty", 0), ("min_p", True)),
+        *(("top_k", 20.5), ("max_new_tokens", "4"), ("do_sample", "false"), ("top_p", 0.0), ("temperature", math.inf)),
+    ):
         with pytest.raises(
             UserError, match=f"generation_config.json: {name} must be .* but is {re.escape(repr(value))}"
         ):

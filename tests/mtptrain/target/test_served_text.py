@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
     "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
+    "an end of a turn": ({JINJA: A + "{{ messages[-1].content }}<|end|>"}, "", []),
+    "another token": ({JINJA: A + "{{ messages[-1].content }}<user>"}, "", ["'<user>', .*; add 258 to eos_token_id"]),
+    "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
+    "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
 
 
@@ -45,6 +50,7 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
         processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 256)])
         tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.save_pretrained(tmp_path)
+    shutil.copy(tiny_target / "config.json", tmp_path)
     settings = json.loads((tmp_path / CONFIG).read_text()) | {"add_bos_token": adds_bos == CONFIG}
     (tmp_path / TOOLS).parent.mkdir()
     for name, template in ({CONFIG: None} | templates).items():
