@@ -35,7 +35,7 @@ def agreement(group: DepthGroup, chunk_rows: int) -> Agreement:
     num_depths, num_drafts, _ = group.states.shape
     overlap, target_ce, is_inside = group.states.new_zeros(3, num_depths, num_drafts, dtype=torch.float32)
     whole = Agreement(overlap, target_ce, is_inside.bool())
-    for block in blocks(group, chunk_rows):
+    for block in blocks(num_depths, num_drafts, chunk_rows):
         teacher = teach(group.target_logits(group.target_states[block.targets]), group.draft_token_ids)
         logits = corrected_logits(block.rows(group.states), group.lm_head, group.correction_at(block))
         drafted = compare(logits, teacher, {}, num_depths)

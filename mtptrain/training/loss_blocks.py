@@ -78,19 +78,8 @@ class Block:
             x[depth, drafts] = block[depth, in_block]
 
 
-CPU_BLOCK_BYTES, FEWEST_CPU_ROWS = 24 << 20, 64
-"""Most bytes of a block's logits on a CPU, in fp32, and the rows that it has whatever the vocabulary.
-
-Larger tensors are fresh memory of the system each time (see `keep_freed_memory`): with 49,152 tokens, blocks of 1,536
-rows take 2.4 times as long.
-"""
-
-
-def blocks(group: DepthGroup, chunk_rows: int) -> Iterator[Block]:
-    """Yields the blocks of a group, each of at most `chunk_rows` rows if that is at least T; smaller ones on a CPU."""
-    num_depths, num_draft_positions, _ = group.states.shape
-    if group.states.device.type == "cpu":
-        chunk_rows = min(chunk_rows, max(FEWEST_CPU_ROWS, CPU_BLOCK_BYTES // (4 * len(group.lm_head))))
+def blocks(num_depths: int, num_draft_positions: int, chunk_rows: int) -> Iterator[Block]:
+    """Yields the blocks of M draft positions, each of at most `chunk_rows` rows if that is at least T."""
     size = max(1, chunk_rows // num_depths)
     if size > 4:
         size -= size % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU

@@ -30,8 +30,8 @@ class LossSettings:
     mix: dict[LossPart, float] = field(default_factory=lambda: {LossPart.kl: 1.0})
     """The weight of each part, above 0."""
     chunk_rows: int = 1536
-    """Maximum number of rows in one block of logits [rows, V]; fewer on a CPU. A block holds at least one draft
-    position, with a row per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
+    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
+    per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
@@ -121,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_codebook = None if codebook is None else torch.zeros_like(codebook, dtype=torch.float32)
         sums = states.new_zeros(3 + len(mix), num_depths, dtype=torch.float32)
         overlaps = states.new_zeros(num_depths, num_drafts, dtype=torch.float32)
-        for block in blocks(group, settings.chunk_rows):
+        for block in blocks(num_depths, num_drafts, settings.chunk_rows):
             # 1. Compute the logits of the target and of all drafts.
             target_block = group.target_states[block.targets]
             teacher = teach(group.target_logits(target_block), group.draft_token_ids)

@@ -12,8 +12,6 @@ from mtptrain.utils.masking import hide_passwords
 
 SPIN_COUNT = "1000"
 """How often a waiting thread of OpenMP looks before it sleeps, in our own programs."""
-MALLOPT = {-3: 32 << 20, -1: 1 << 30, -2: 64 << 20}
-"""glibc's M_MMAP_THRESHOLD (its maximum), M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when its parent dies."""
 
@@ -40,7 +38,7 @@ def command() -> str:
 
 
 def prepare_process() -> None:
-    """Set how OpenMP waits and memory is kept, and let a rank of torchrun end with it.
+    """Set how OpenMP waits, and let a rank of torchrun end with it.
 
     A torchrun that is killed tells its ranks nothing, and those that still import would wait for each other for hours.
     OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy machine
@@ -48,22 +46,8 @@ def prepare_process() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    if sys.platform == "linux":
-        keep_freed_memory()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep memory that is freed, for the next tensor of that size.
-
-    By default it gives tensors of some MB back to the system, which maps and clears fresh pages for the next ones: most
-    of the time of elementwise operations on a CPU. docs/performance.md has measurements.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # other C libraries have none
-        for option, size in MALLOPT.items():
-            libc.mallopt(option, size)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def without_own_settings(environment: Mapping[str, str]) -> dict[str, str]:
