@@ -196,7 +196,7 @@ def print_as_served(
         return
     table = Table(title=f"As served by {engine.name}: acceptance length")
     table.add_column("requests set", no_wrap=True)
-    for column in ("answers", "not as neutral", "ours", engine.name, "neutral"):
+    for column in ("answers", "not as neutral", "ours", engine.name, "neutral, all"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in asked:
         assert each.theirs.counts is not None
