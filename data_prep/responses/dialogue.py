@@ -17,8 +17,9 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import PROBE, render_text, tokenize_rendered
+from mtptrain.data.chat_template import render_text, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message
+from mtptrain.target.served_text import PROBE
 
 ASKING_ROLES = ("user", "tool")
 INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character

@@ -197,9 +197,7 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
             f"target.path: eos_token_id must be set in {generation.FILE} or config.json, or eos_token of the "
             f"tokenizer, since it ends a response, but is not set in {target.directory}; add it"
         )
-    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    sampled = own.sampled_with(chosen)
+    sampled = own.sampled_with({name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")})
     if own.changes and os.environ.get("RANK", "0") == "0":
         says = "as" if sampled == own.own_sampling else f"while {_changes(own.own_sampling)} is what"
         others = {name: value for name, value in own.changes.items() if name not in generation.NEUTRAL}

@@ -11,8 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 
-PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
-
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Returns the special tokens of a tokenizer by id, those of the template and the ends of a text among them."""

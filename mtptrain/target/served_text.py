@@ -19,6 +19,7 @@ from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
 READERS = {CONFIG: f"llama.cpp's converter (gguf {version('gguf')})", LEGACY: "processors of targets with images"}
 """Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
 
@@ -72,10 +73,9 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
     """Returns the special token, if there is one, and the text with which the chat template ends an answer."""
-    answer = "\ue000"  # from Unicode's private use area, so no template writes it
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
     try:
-        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(answer)[2]
+        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(PROBE)[2]
     except Exception:  # a template is an unknown program, and may want other messages
         return None, ""
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
