@@ -50,7 +50,7 @@ FORBIDDEN = {
 LINES = {
     "mtptrain": 1528,
     "mtptrain/cli": 378,
-    "mtptrain/data": 1115,
+    "mtptrain/data": 1113,
     "mtptrain/decoding": 1733,
     "mtptrain/engines": 4140,
     "mtptrain/heads": 3279,
@@ -61,7 +61,7 @@ LINES = {
     "mtptrain/target": 2765,
     "mtptrain/training": 2832,
     "mtptrain/utils": 1114,
-    "data_prep": 2658,
+    "data_prep": 2657,
     "eval": 2261,
     "slurm": 148,
     "benchmarks": 456,
