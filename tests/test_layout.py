@@ -61,7 +61,7 @@ LINES = {
     "mtptrain/target": 2765,
     "mtptrain/training": 2832,
     "mtptrain/utils": 1114,
-    "data_prep": 2657,
+    "data_prep": 2659,
     "eval": 2261,
     "slurm": 148,
     "benchmarks": 456,

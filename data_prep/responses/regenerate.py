@@ -211,8 +211,10 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
 
 
 def _changes(sampling: Mapping[str, Any]) -> str:
-    values = {name: value for name, value in sampling.items() if value != generation.NEUTRAL[name]}
-    return generation.as_words(values).replace("temperature 0.0", "greedy") or "temperature 1"
+    changed = {name: value for name, value in sampling.items() if value != generation.NEUTRAL[name]}
+    words = ["greedy"] if changed.get("temperature") == 0 else []
+    others = {name: value for name, value in changed.items() if name != "temperature" or value}
+    return ", ".join([*words, *([generation.as_words(others)] if others else [])]) or "temperature 1"
 
 
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:
