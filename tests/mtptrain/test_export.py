@@ -1,9 +1,10 @@
-"""Tests that an export gets its final name only once it is complete and verified."""
+"""Tests that an export holds the right tensors, proposes as the head, and gets its name once it is complete."""
 
 import json
 import os
 import shlex
 import shutil
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,13 +15,18 @@ from safetensors.torch import load_file, save_file
 from mtptrain.cli.stages import settings_of
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import Documents, training_data_facts
+from mtptrain.decoding.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
 from mtptrain.engines import mimo
 from mtptrain.engines.table import engine_of, format_for
-from mtptrain.export import export, mode_note
-from mtptrain.heads.files import TARGET_WEIGHTS, save_head
+from mtptrain.export import check_tensors, export, mode_note, reload_head, write_head
+from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.heads.medusa import MedusaHead
+from mtptrain.heads.mtp import MtpHead
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
@@ -172,22 +178,6 @@ def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_w
     assert "Acceptance length 2.500" in readme.read_text()
 
 
-def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
-    config.export.output_dir = str(tmp_path / "run/train")
-    StageDir(tmp_path / "other").record(config)
-    (tmp_path / "other/stage.json").rename(tmp_path / "run/train/stage.json")
-    before = sorted((tmp_path / "run").rglob("*"))
-    with pytest.raises(ValueError, match=r"^export\.output_dir: \S+ must hold only .*, but best is none of them"):
-        export(Run(config))
-    assert sorted((tmp_path / "run").rglob("*")) == before
-    config.export.output_dir = str(tmp_path / "served")
-    export(Run(config))
-    (tmp_path / "served/README.md").unlink()
-    export(Run(config))
-    assert (tmp_path / "served/README.md").is_file()
-
-
 def test_an_export_that_fails_leaves_nothing_and_what_a_killed_one_leaves_is_removed(
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,3 +234,58 @@ def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_o
         config = trained(tmp_path / name, target_dir, *overrides)
         export(Run(config))
         assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
+
+
+CONFIG = MtpHead.Config()
+
+
+@pytest.fixture
+def exported(tmp_path: Path, tiny_target: Path) -> Path:
+    torch.manual_seed(0)
+    form = format_for("vllm", CONFIG, read_target_config(tiny_target))
+    write_head(tmp_path / "vllm", form, build_head(CONFIG, form.target).state_dict())
+    return tmp_path / "vllm"
+
+
+def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported: Path, tiny_target: Path) -> None:
+    torch.manual_seed(0)
+    form, parts = format_for("vllm", CONFIG, read_target_config(tiny_target)), load_frozen_parts(tiny_target)
+    head = build_head(CONFIG, form.target).eval()
+    assert prove_equal_proposals(parts, head, reload_head(exported, form)) == 8 * (ROUNDS + 1) * DRAFTS
+    tensors = load_file(exported / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # puts the columns of the hidden state first
+    save_file(tensors, exported / "model.safetensors")
+    with pytest.raises(UserError, match="must propose the same tokens as the trained one"):
+        prove_equal_proposals(parts, head, reload_head(exported, form))
+
+
+def test_the_proof_compares_every_depth_that_a_head_is_bound_to_and_confidences(tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    parts = load_frozen_parts(tiny_target).to(torch.device("cpu"), torch.float32)
+    head = random_head(MedusaHead.Config(ttt_steps=5), target_config).eval()
+    document = random_documents(head, parts)
+    before = propose(head, parts, *document).tokens
+    with torch.no_grad():
+        head.blocks[4].layers[0].weight.neg_()
+    after = propose(head, parts, *document).tokens
+    assert before.shape == (8, ROUNDS + 1, 5) and torch.equal(before[..., :-1], after[..., :-1])
+    assert not torch.equal(before[..., -1], after[..., -1])
+    head = random_head(DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3), target_config).eval()
+    assert prove_equal_proposals(parts, head, deepcopy(head)) > 100
+    other = deepcopy(head)
+    assert isinstance(other, DsparkHead)
+    other.calibrate(1.5, -1)
+    with pytest.raises(UserError, match="must propose the same tokens as the trained one, as surely, but"):
+        prove_equal_proposals(parts, head, other)
+
+
+def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_target: Path) -> None:
+    whole, form = load_file(exported / "model.safetensors"), format_for("vllm", CONFIG, read_target_config(tiny_target))
+    for tensors, message in (
+        ({name: x for name, x in whole.items() if name != "hnorm.weight"}, r"hnorm\.weight must be .* but is absent"),
+        (whole | {"extra.weight": torch.zeros(3)}, r"extra\.weight must be absent, but is of shape \(3,\)"),
+        (whole | {"fc.weight": torch.zeros(64, 64)}, r"fc\.weight must be of shape \(64, 128\), but is of shape"),
+    ):
+        save_file(tensors, exported / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            check_tensors(exported, form)

@@ -44,13 +44,6 @@ def test_a_mistake_on_the_command_line_is_one_line_that_names_what_was_meant() -
         assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
-def test_the_help_of_a_stage_needs_no_recipe() -> None:
-    result = run_ranks("train", ["--help"])
-    assert result.returncode == 0
-    assert result.stdout.startswith("mtptrain STAGE recipe=NAME ")
-    assert "  ttt_steps: 3\n" in result.stdout
-
-
 REFUSED = ["recipe=quickstart", "prompts.source=text_files", "prompts.paths=[/none]"]
 MESSAGE = "prompts.paths: must name directories, but '/none' is not one; correct the path"
 

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import chdir
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from mtptrain.engines.table import format_for, warn_of_limits
+from mtptrain.engines.table import engine_of, format_for, warn_of_limits
 from mtptrain.utils.errors import UserError
 from tests.conftest import YARN_ROPE
 from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS, head_config
@@ -112,3 +113,15 @@ def test_a_limit_is_warned_of_before_a_long_computation(user_warnings: list[warn
         warn_of_limits("vllm", head_config("hydra"), configured("llama"))
     with pytest.raises(ValueError, match=r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or op"):
         format_for("transformers", head_config("eagle3"), configured("llama"))
+
+
+def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path) -> None:
+    """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name, which is right for head eagle3."""
+    forms = {name: format_for("vllm", head_config(name), configured("llama")) for name in ("eagle", "eagle3")}
+    engine = engine_of("vllm")
+    for name, method in (("eagle-head", "eagle"), ("llama_eagle3", "eagle3")):
+        engine.check_directory(tmp_path / name / "vllm", forms[method])
+    for name, method in (("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle")):
+        message = rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but"
+        with pytest.raises(ValueError, match=message):
+            engine.check_directory(tmp_path / name / "vllm", forms[method])

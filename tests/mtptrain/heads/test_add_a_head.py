@@ -10,9 +10,7 @@ import torch
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.settings import heads
-from mtptrain.training.loss_blocks import DepthGroup
-from mtptrain.training.losses import LossSettings, draft_losses
-from tests.mtptrain.heads.test_contract import DEPTHS, PARTS, draw_norms, largest_difference, packed_inputs, run
+from tests.mtptrain.heads.test_contract import DEPTHS, draw_norms, largest_difference, packed_inputs, run
 from tests.mtptrain.heads.test_contract import tiny_config as target_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_a_head.md"
@@ -34,10 +32,6 @@ def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(mon
         assert largest_difference(head, states) < 2e-5
         shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
         assert largest_difference(head, run(head, shifted)) > 1e-2
-    is_draft, targets = torch.ones(states.shape[:2], dtype=torch.bool), tokens.target_states
-    scale = torch.full((DEPTHS,), 1 / is_draft.sum())
-    sums = draft_losses(DepthGroup(states, PARTS.lm_head, targets, PARTS.logits, is_draft, scale), LossSettings())
-    sums.loss.backward()
-    assert sums.loss.isfinite() and sums.loss > 0
+    states.square().mean().backward()
     grads = [weight.grad for weight in head.parameters()]
     assert all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads)

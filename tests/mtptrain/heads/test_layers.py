@@ -8,9 +8,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.eagle import EagleHead
-from mtptrain.heads.layers import RmsNorm, Rope, rotate
+from mtptrain.heads.files import build_head
+from mtptrain.heads.layers import RmsNorm, Rope, head_dims, rotate
 from mtptrain.heads.packing import Packing
-from mtptrain.settings.heads import EagleConfig
+from mtptrain.settings.heads import EagleConfig, MtpConfig
 from mtptrain.target.families import check_rope
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.heads.dense import dense_depth_attention
@@ -110,3 +111,21 @@ def test_rms_norm_equals_that_of_transformers() -> None:
             reference.weight.copy_(ours.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0))))
         x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
         assert torch.equal(ours(x), reference(x))
+
+
+def test_the_heads_head_dim_is_one_that_engines_have_kernels_for() -> None:
+    """In Qwen3-4B and Qwen3-32B, hidden size / attention heads is 80, for which engines lack kernels."""
+    target_config = LlamaConfig(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    for config, message in (
+        (MtpConfig(num_attention_heads=2), r"attention_heads: the head dim must be one of \(64, 128\), .* is 32"),
+        (MtpConfig(num_key_value_heads=2), r"value_heads: must divide the 1 attention heads, but is 2"),
+        (EagleConfig(head_dim=80), r"head_dim: the head dim must be .* but is 80 .*; set head\.head_dim=64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_head(config, target_config)
+    for size, heads, expected in ((2560, 32, 20), (4096, 32, 32)):
+        target_config.hidden_size, target_config.num_attention_heads = size, heads
+        assert head_dims(MtpConfig(), target_config).num_attention_heads == expected
+    target_config.hidden_size = 96
+    with pytest.raises(UserError, match=r"but is 96 with 1 heads .*; set head=eagle3 head\.head_dim=64$"):
+        head_dims(MtpConfig(), target_config)

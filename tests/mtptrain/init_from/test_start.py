@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.heads.files import TARGET_WEIGHTS, save_head
+from mtptrain.heads.files import TARGET_WEIGHTS, check_head_target, save_head
 from mtptrain.init_from.start import load_init, trained_or_initial_head
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig, HydraConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
+from tests.conftest import make_target
 from tests.mtptrain.init_from.written_heads import EAGLE3, MTP, Stored, assert_equal, random_state
 from tests.sealed import seal_again
 
@@ -58,3 +60,35 @@ def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_ha
     seal_again(path, **facts | {"head": facts["head"] | {"of_tomorrow": 64}})
     with pytest.raises(ValueError, match=r"head\.json: must hold only settings of head .* has of_tomorrow=64; "):
         load_init(str(tmp_path), own, target)
+
+
+def test_a_stored_head_has_defaults_for_newer_settings_and_is_refused_unless_it_fits(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    head, whole = tmp_path / "head", random_state(MTP, tiny_target)
+    save_head(head, whole, MTP, {"step": 3})
+    stored = json.loads((head / "head.json").read_text())
+    del stored["head"]["prenorm_states"]
+    seal_again(head / "head.json", **stored)
+    load_init(str(head), MTP, TargetFiles(tiny_target))
+    other = make_target(tmp_path / "target", intermediate_size=80)
+    prenorm = replace(MTP, prenorm_states=True)
+    for config, target, message in (
+        (prenorm, tiny_target, r"must be those of the config, but differ in head\.prenorm_states \(False there"),
+        (MTP, other, r"mlp\.\w+_proj\.weight must be of shape .* for head mtp and this target, but is"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_init(str(head), config, TargetFiles(target))
+    with pytest.raises(UserError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
+        check_head_target(head, TargetFiles(tiny_target))
+    for state, reason in (
+        ({key: torch.full_like(tensor, torch.nan) for key, tensor in whole.items()}, "finite numbers, but has NaN or"),
+        ({key: tensor.int() for key, tensor in whole.items()}, r"floating-point numbers of .* but has torch\.int32"),
+    ):
+        save_head(head, state, MTP, {})
+        with pytest.raises(UserError, match=rf"head: \S+ must hold {reason}.*; copy or download it again"):
+            load_init(str(head), MTP, TargetFiles(tiny_target))
+    write_sealed(head / "head.json", {"head": [1]})
+    message = r"head\.json: head must be the settings of one of .*, but is \[1\].*; copy it again, or train again"
+    with pytest.raises(UserError, match=message):
+        load_init(str(head), MTP, TargetFiles(tiny_target))
