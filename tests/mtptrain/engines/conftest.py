@@ -1,9 +1,10 @@
-"""Builds heads with H=64, I=96, and one attention head and one key/value head of size 64.
+"""Builds heads with H=64, I=96, and one attention head and one key/value head of size 64, and exports them.
 
 The target has 4 layers and a vocabulary of 260.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from transformers import LlamaConfig
 
 from mtptrain.engines import server as engine_server
+from mtptrain.engines.format import Format
+from mtptrain.engines.table import format_for
+from mtptrain.export import check_tensors, write_head
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head
 from mtptrain.settings.heads import HeadConfig
+from mtptrain.target.families import read_target_config
 from tests.mtptrain.engines.fake_server import FakeServer, fake_server
 
 BLOCK_DRAFTERS = ("dflash", "dspark", "dflash2")
@@ -53,6 +58,15 @@ def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
             ids = torch.randperm(target.vocab_size)[: len(head.d2t)].sort().values
             head.d2t.copy_(ids - torch.arange(len(ids)))
     return head
+
+
+def export_head(directory: Path, engine: str, config: HeadConfig, state: Tensors, target_dir: Path) -> Format:
+    """Writes all that an export of the head holds but its pages, checks the tensors, and returns the format."""
+    form = format_for(engine, config, read_target_config(target_dir))
+    write_head(directory, form, state)
+    form.add_target(directory, target_dir)
+    check_tensors(directory, form)
+    return form
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from mtptrain.engines.format import Format
 from mtptrain.engines.table import ENGINES, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.target.families import read_target_config
 from tests.conftest import make_target
-from tests.mtptrain.engines.conftest import head_config, random_head, target_config
+from tests.mtptrain.engines.conftest import export_head, head_config, random_head, target_config
 
 FORMATS = Path(__file__).with_name("formats.json")
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -56,11 +55,6 @@ def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 CASES = all_cases()
-
-
-def written(directory: Path, form: Format, dtype: torch.dtype = torch.float32) -> Path:
-    write_head(directory, form, random_head(form.head, form.target).to(dtype).state_dict())
-    return directory
 
 
 def test_every_format_writes_the_names_shapes_and_settings_of_its_engine(target: LlamaConfig) -> None:
@@ -101,7 +95,8 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
     assert restored.keys() == state.keys()
     assert all(torch.equal(restored[key], state[key]) for key in state)
     assert form.tensors(restored).keys() == tensors.keys(), "neither direction may change its argument"
-    check_tensors(written(tmp_path / "out", form), form)
+    write_head(tmp_path, form, state)
+    check_tensors(tmp_path, form)
 
 
 def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:
@@ -143,7 +138,7 @@ def test_a_penalty_of_the_target_is_named_that_openvino_fails_with(
 ) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
     (target_dir / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
-    form = format_for("openvino", head_config("eagle3", draft_vocab_size=size), read_target_config(target_dir))
-    written(tmp_path / "head", form)
-    form.add_target(tmp_path / "head", target_dir)
+    config = head_config("eagle3", draft_vocab_size=size)
+    state = random_head(config, read_target_config(target_dir)).state_dict()
+    export_head(tmp_path / "head", "openvino", config, state, target_dir)
     assert any("repetition_penalty 1.05" in str(each.message) for each in recwarn) == warns

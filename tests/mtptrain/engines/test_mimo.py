@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.mimo import MIMO_LAYER
-from mtptrain.engines.table import format_for
-from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.start import load_init
 from mtptrain.target.families import read_target_config
@@ -18,7 +16,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
-from tests.mtptrain.engines.conftest import random_head
+from tests.mtptrain.engines.conftest import export_head, random_head
 
 
 @pytest.fixture
@@ -30,11 +28,8 @@ def target(tmp_path: Path) -> tuple[Path, Tensors]:
 
 def export(directory: Path, target_dir: Path) -> Tensors:
     """Writes a random head into a copy of the checkpoint, and returns the head's weights."""
-    form = format_for("vllm", MIMO_HEAD, read_target_config(target_dir))
-    state = random_head(MIMO_HEAD, form.target).state_dict()
-    write_head(directory, form, state)
-    form.add_target(directory, target_dir)
-    check_tensors(directory, form)
+    state = random_head(MIMO_HEAD, read_target_config(target_dir)).state_dict()
+    export_head(directory, "vllm", MIMO_HEAD, state, target_dir)
     return state
 
 

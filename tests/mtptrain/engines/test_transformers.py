@@ -10,9 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
-from mtptrain.engines.format import Format
 from mtptrain.engines.table import format_for
-from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
@@ -21,7 +19,7 @@ from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.families import SIZES, write_image_model
-from tests.mtptrain.engines.conftest import head_config
+from tests.mtptrain.engines.conftest import export_head, head_config
 
 PROMPTS = [[1, 2, 3], [50, 60, 70, 80, 90], [7, 7, 7, 9], list(range(40))]
 NEW_TOKENS = 32
@@ -46,14 +44,6 @@ def guessing_pair(directory: Path) -> tuple[Target, Head]:
     return target, head
 
 
-def write(directory: Path, target_dir: Path, target: Target, head: Head) -> Format:
-    form = format_for("transformers", head_config("mtp"), target.config)
-    write_head(directory, form, head.state_dict())
-    form.add_target(directory, target_dir)
-    check_tensors(directory, form)
-    return form
-
-
 def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
     """Returns the answer and the number of target forwards that produced the answer."""
     forwards = 0
@@ -71,10 +61,10 @@ def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[li
 
 
 def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, head = guessing_pair(tmp_path / "target")
-    form = write(tmp_path / "export", tmp_path / "target", target, head)
+    form = export_head(tmp_path / "export", "transformers", head_config("mtp"), head.state_dict(), tmp_path / "target")
     model_class = getattr(transformers, form.architecture)
     monkeypatch.setattr(model_class, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     model = model_class.from_pretrained(tmp_path / "export")
@@ -89,6 +79,9 @@ def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
         assert forwards == 1 + ours.rounds, "the target must run once for the prompt and once per round"
         accepted += sum(ours.accepted_at)
     assert accepted > 10
+    exec(form.launch("unused", tmp_path / "export", 3), {})  # the program that is written for the user
+    assert capsys.readouterr().out.startswith("def main")
+    assert "one token per round" in form.notes()[0]
 
 
 def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -100,15 +93,3 @@ def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path:
     form = format_for("transformers", head_config("mtp"), read_target_config(tmp_path / "target"))
     with pytest.raises(UserError, match=r"target\.path: must be the checkpoint of a language model alone to export"):
         form.add_target(tmp_path, tmp_path / "target")
-
-
-def test_the_program_that_is_written_for_the_user_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, head = guessing_pair(tmp_path / "target")
-    form = write(tmp_path / "export", tmp_path / "target", target, head)
-    before = transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected
-    try:
-        exec(form.launch("unused", tmp_path / "export", 3), {})
-    finally:
-        transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected = before
-    assert capsys.readouterr().out.startswith("def main")
-    assert "one token per round" in form.notes()[0]

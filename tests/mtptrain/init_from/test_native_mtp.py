@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.table import format_for
-from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
@@ -20,6 +18,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import INDEX
 from tests.conftest import tiers
 from tests.families import IMAGE_MODELS, write_image_model
+from tests.mtptrain.engines.conftest import export_head
 from tests.mtptrain.init_from.written_heads import assert_equal, without
 from tests.native_modules import MODULES, NUM_LAYERS, write_checkpoint
 
@@ -40,10 +39,7 @@ def read(directory: Path) -> Tensors:
 
 def export(directory: Path, state: Tensors, target: TargetFiles) -> dict[str, str]:
     """Export a module, and return the file of each tensor."""
-    form = format_for("vllm", CONFIG, target.config)
-    write_head(directory, form, state)
-    form.add_target(directory, target.directory)
-    check_tensors(directory, form)
+    export_head(directory, "vllm", CONFIG, state, target.directory)
     files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
     return files
 

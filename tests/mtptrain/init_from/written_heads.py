@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.table import format_for
-from mtptrain.export import write_head
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.files import build_head
 from mtptrain.init_from.start import load_init
 from mtptrain.settings import heads
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
+from tests.mtptrain.engines.conftest import export_head, random_head
 
 BLOCK: dict[str, Any] = {"capture_layers": [1, 2], "mask_token_id": 7, "num_layers": 2, "ttt_steps": 3}
 MTP, EAGLE = heads.MtpConfig(), heads.EagleConfig()
@@ -43,26 +41,13 @@ BLOCK_KINDS = ("dflash", "dspark", "dflash2")
 
 
 def random_state(config: heads.HeadConfig, target_dir: Path) -> Tensors:
-    """Returns random weights of a head.
-
-    Norms differ from one, weights that start at zero are random too, and `d2t` maps draft ids to odd token ids.
-    """
-    torch.manual_seed(3)
-    state = build_head(config, read_target_config(target_dir)).state_dict()
-    for name, tensor in state.items():
-        if name == "d2t":
-            state[name] = torch.arange(len(tensor)) * 2 + 1 - torch.arange(len(tensor))
-        elif tensor.ndim == 1 or not tensor.any():
-            state[name] = torch.rand_like(tensor) + 0.5
-    return state
+    return random_head(config, read_target_config(target_dir)).state_dict()
 
 
 def write(directory: Path, engine: str, config: heads.HeadConfig, target_dir: Path) -> Tensors:
     """Export a random head and return its weights."""
-    state, target_config = random_state(config, target_dir), read_target_config(target_dir)
-    form = format_for(engine, config, target_config)
-    write_head(directory, form, state)
-    form.add_target(directory, target_dir)
+    state = random_state(config, target_dir)
+    export_head(directory, engine, config, state, target_dir)
     return state
 
 

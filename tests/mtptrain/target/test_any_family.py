@@ -30,11 +30,6 @@ IDS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(0))  #
 PROMPTS = [IDS[0, :25].tolist(), IDS[1, :7].tolist(), IDS[1, :18].tolist()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def member(tmp_path: Path) -> Callable[[str], Path]:
     def write(name: str) -> Path:

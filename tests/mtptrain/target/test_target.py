@@ -1,6 +1,5 @@
 """Tests the frozen target: its parts, captured streams, cache, windows, quantised and packed weights, and drafts."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,15 +19,6 @@ from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 from tests.quantised import quantise
 
 SOME = tiers(FAMILIES, ["llama", "qwen3 with window", "gemma3_text", "deepseek_v2"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Uses one thread, because a second one does not speed up matrices as small as these."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("family", SOME)
