@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.format import Format
@@ -25,7 +25,7 @@ from tests.mtptrain.engines.fake_server import FakeServer, fake_server
 BLOCK_DRAFTERS = ("dflash", "dspark", "dflash2")
 
 
-def target_config(**settings: object) -> LlamaConfig:
+def target_config(family: str = "llama", **settings: object) -> PreTrainedConfig:
     defaults = {
         "vocab_size": 260,
         "hidden_size": 64,
@@ -35,7 +35,8 @@ def target_config(**settings: object) -> LlamaConfig:
         "num_key_value_heads": 1,
         "max_position_embeddings": 512,
     }
-    return LlamaConfig(**{**defaults, **settings})
+    config: PreTrainedConfig = AutoConfig.for_model(family, **{**defaults, **settings})
+    return config
 
 
 def head_config(name: str, **settings: Any) -> HeadConfig:
@@ -47,7 +48,7 @@ def head_config(name: str, **settings: Any) -> HeadConfig:
     return config
 
 
-def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
+def random_head(config: HeadConfig, target: PreTrainedConfig) -> Head:
     """Builds a head with random weights that all differ, and a random d2t."""
     torch.manual_seed(0)
     head = build_head(config, target)
@@ -78,5 +79,5 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def target() -> LlamaConfig:
+def target() -> PreTrainedConfig:
     return target_config()

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines.table import engine_of, format_for, warn_of_limits
 from mtptrain.utils.errors import UserError
 from tests.conftest import YARN_ROPE
-from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS, head_config
+from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS, head_config, target_config
 
-SIZES = {
-    **{"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 1},
-    **{"num_key_value_heads": 1, "max_position_embeddings": 512},
-}
 MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 WINDOW = {"sliding_window": 128}
@@ -32,7 +27,7 @@ REFUSED: list[Case] = [
     ("vllm", "mtp", {}, "mimo", {}, "head.prenorm_states: must be true for a mimo target and false for any"),
     ("vllm", "mtp", {"zero_first_embedding": True}, "qwen3", {}, "; set export.engine=sglang, or change it"),
     ("vllm", "mtp", {"attention_bias": True}, "llama", {}, "head.attention_bias: must be false for families"),
-    ("vllm", "mtp", {**MIMO, "intermediate_size": 64}, "mimo", {}, "one with (1, 1, 128, 64) instead of (1,"),
+    ("vllm", "mtp", {**MIMO, "intermediate_size": 64}, "mimo", {}, "one with (1, 1, 64, 64) instead of (1,"),
     ("vllm", "mtp", MIMO, "mimo", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
      "target.path: must be a mimo target without a sliding window to export head mtp for vllm, but is one"),
     ("vllm", "native_mtp", {}, "llama", {}, "must be of a family with MTP modules (deepseek_v3, "),
@@ -75,18 +70,11 @@ REFUSED: list[Case] = [
 # fmt: on
 
 
-def configured(family: str, **settings: object) -> PreTrainedConfig:
-    """Returns the config of a tiny target."""
-    config: PreTrainedConfig = AutoConfig.for_model(family, **{**SIZES, **settings})
-    return config
-
-
 @pytest.fixture(scope="module", autouse=True)
-def draft_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs the tests in a folder with the configs of two draft models."""
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs the tests in a folder with the config of a draft model."""
     directory = tmp_path_factory.mktemp("draft_models")
-    configured("gemma3_text", vocab_size=32000).save_pretrained(directory / "gemma3")
-    configured("mistral", vocab_size=32000, sliding_window=64).save_pretrained(directory / "mistral")
+    target_config("mistral", sliding_window=64).save_pretrained(directory / "mistral")
     with chdir(directory):
         yield
 
@@ -94,30 +82,30 @@ def draft_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy() -> None:
     for engine, name, head, family, target, message in REFUSED:
         with pytest.raises(UserError) as refused:
-            format_for(engine, head_config(name, **head), configured(family, **target))
+            format_for(engine, head_config(name, **head), target_config(family, **target))
         assert message in str(refused.value), (engine, name, head, family, target)
 
 
 def test_a_quantised_target_is_served_where_the_head_keeps_its_own_dtype() -> None:
     for engine, name in (("vllm", "eagle"), ("vllm", "eagle3"), ("sglang", "eagle"), ("sglang", "eagle3")):
-        form = format_for(engine, head_config(name), configured("llama", **FP8))
+        form = format_for(engine, head_config(name), target_config("llama", **FP8))
         assert "quantization_config" not in form.config_json("bfloat16")
 
 
 def test_a_limit_is_warned_of_before_a_long_computation(user_warnings: list[warnings.WarningMessage]) -> None:
-    warn_of_limits("sglang", head_config("eagle3"), configured("gemma3_text"))
+    warn_of_limits("sglang", head_config("eagle3"), target_config("gemma3_text"))
     assert not user_warnings
     with pytest.warns(UserWarning, match=r"can be trained and measured, but not exported: target\.path: must be of a"):
-        warn_of_limits("vllm", head_config("eagle3"), configured("gemma3_text"))
+        warn_of_limits("vllm", head_config("eagle3"), target_config("gemma3_text"))
     with pytest.warns(UserWarning, match=r"not exported: head: must be one of .* but is hydra, which no engine has a"):
-        warn_of_limits("vllm", head_config("hydra"), configured("llama"))
+        warn_of_limits("vllm", head_config("hydra"), target_config())
     with pytest.raises(ValueError, match=r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or op"):
-        format_for("transformers", head_config("eagle3"), configured("llama"))
+        format_for("transformers", head_config("eagle3"), target_config())
 
 
 def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path) -> None:
     """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name, which is right for head eagle3."""
-    forms = {name: format_for("vllm", head_config(name), configured("llama")) for name in ("eagle", "eagle3")}
+    forms = {name: format_for("vllm", head_config(name), target_config()) for name in ("eagle", "eagle3")}
     engine = engine_of("vllm")
     for name, method in (("eagle-head", "eagle"), ("llama_eagle3", "eagle3")):
         engine.check_directory(tmp_path / name / "vllm", forms[method])

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader
-from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines.table import format_for, warn_of_limits
 from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.gguf_files import F32, write_gguf
-from tests.mtptrain.engines.conftest import head_config, random_head
+from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"draft_vocab_size": 96, "head_dim": 128}, "llama"),
@@ -30,23 +29,15 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.fixture
 def target_gguf(tmp_path: Path) -> Path:
     """Returns a target's GGUF file, of which only sizes and tokenizer are read."""
-    directory = make_target(tmp_path / "target", "llama", **SIZES)
+    directory = make_target(tmp_path / "target", num_hidden_layers=4)
     return write_gguf(tmp_path / "target.gguf", directory, F32)
-
-
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
-
-
-def target_of(family: str, **settings: Any) -> PreTrainedConfig:
-    sizes = {"vocab_size": 260, "intermediate_size": 96, "head_dim": 64, "max_position_embeddings": 512}
-    return AutoConfig.for_model(family, **SIZES, **sizes, sliding_window=None, **settings)
 
 
 @pytest.mark.parametrize(("name", "settings", "family"), CASES)
 def test_a_heads_state_comes_back_exactly_or_as_it_was_rounded(
     tmp_path: Path, target_gguf: Path, name: str, settings: dict[str, Any], family: str
 ) -> None:
-    config, target = head_config(name, **settings), target_of(family)
+    config, target = head_config(name, **settings), target_config(family, head_dim=64)
     for dtype, kind in ((torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float16, "F16"), (None, "Q8_0")):
         form, head = format_for("llama_cpp", config, target, target_gguf), random_head(config, target)
         form.is_quantised = dtype is None
@@ -68,16 +59,15 @@ def test_a_heads_state_comes_back_exactly_or_as_it_was_rounded(
 
 def test_a_targets_file_that_is_missing_or_another_models_is_refused_before_training(target_gguf: Path) -> None:
     with pytest.warns(UserWarning, match="target.gguf: must be the target's GGUF file to export head dflash"):
-        warn_of_limits("llama_cpp", head_config("dflash"), target_of("llama"))
-    target = target_of("llama")
-    target.num_hidden_layers = 6
+        warn_of_limits("llama_cpp", head_config("dflash"), target_config())
+    target = target_config(num_hidden_layers=6)
     with pytest.raises(UserError, match=r"target\.gguf: .* whose block_count is 6, but in .* it is 4; convert"):
         format_for("llama_cpp", head_config("dflash"), target, target_gguf)
 
 
 @pytest.mark.parametrize("ids", [[0, 5, 99, 259], [99, 0, 259, 5]], ids=["ascending", "as in some published heads"])
 def test_d2t_holds_the_ids_themselves(target_gguf: Path, ids: list[int]) -> None:
-    config, target = head_config("eagle3", draft_vocab_size=4), target_of("llama")
+    config, target = head_config("eagle3", draft_vocab_size=4), target_config()
     head = random_head(config, target)
     assert head.d2t is not None
     head.d2t.copy_(torch.tensor(ids) - torch.arange(4))
