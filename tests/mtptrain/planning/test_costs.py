@@ -1,4 +1,4 @@
-"""Tests the formulas of a training step and of a target against real ones, and those of validation by hand."""
+"""Tests the formulas of a training step and of a target against real ones."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
+from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.settings.loss import LossPart
 from mtptrain.target.form import find_form
@@ -27,7 +27,7 @@ from mtptrain.training.batches import Batch
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
-from tests.conftest import FAMILIES, make_config
+from tests.conftest import FAMILIES
 from tests.families import EXPERTS, SIZES
 from tests.published_targets import PUBLISHED_TARGETS
 
@@ -146,27 +146,3 @@ def test_a_token_meets_few_of_the_experts() -> None:
             head = build_head(NativeMtpConfig(ttt_steps=1), config)
         flops[used] = step_flops(head, config, LossSettings.of(TrainConfig())).of(packing)
     assert flops[4] - flops[2] == 6 * 9 * 2 * 3 * SIZES["hidden_size"] * EXPERTS["moe_intermediate_size"]
-
-
-def test_validation_reads_the_largest_batch_that_the_settings_allow() -> None:
-    """32,768 tokens by default; as many as 8 prompts have, or one has, or 2 of 32 on each of 16 GPUs, or text cut to
-    256 tokens."""
-    conversations = (
-        *("prompts.source=conversations", "prompts.paths=[none.jsonl]", "planner.num_gpus=1"),
-        *("train.validation_new_tokens=64", "acceptance.dtype=bfloat16", "acceptance.num_speculative_tokens=3"),
-    )
-    settings = {
-        (): (2 * 16384, 8),
-        ("acceptance.batch_tokens=500000",): (8 * 16384, 8),
-        ("acceptance.batch_tokens=1000",): (16384, 8),
-        ("train.validation_prompts=1",): (16384, 1),
-        ("planner.num_gpus=16", "acceptance.batch_tokens=500000"): (2 * 16384, 2),
-        ("prompts.source=text_files", "prompts.paths=[none]"): (8 * (256 + 64), 8),
-    }
-    target_config = PUBLISHED_TARGETS["llama3_1_8b"].config()
-    slot = cached_values(target_config)
-    for overrides, (tokens, prompts) in settings.items():
-        config = make_config(*conversations, "acceptance.batch_size=8", *overrides)
-        planned = validation_bytes(config, target_config, 16384 - 64)
-        read = tokens * (slot + 3 * 14336 + 10 * 4096)
-        assert planned == 2 * (read + prompts * (3 * 3 + 2) * slot), overrides

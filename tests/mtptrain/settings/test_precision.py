@@ -26,29 +26,21 @@ CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
 """The dtype, whether DeepSpeed's bf16 is on, and the ZeRO stage."""
 
 
-@pytest.fixture(params=CHOICES)
-def pretended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(PRETENDED_BF16, request.param)
-    return str(request.param)
-
-
-def test_auto_is_bf16_with_zero_1_where_the_cpu_has_bf16_instructions_and_plain_fp32_elsewhere(pretended: str) -> None:
+@pytest.mark.parametrize("pretended", CHOICES)
+def test_auto_is_bf16_with_zero_1_on_cpus_with_bf16_and_plain_fp32_elsewhere_and_what_is_explicit_is_obeyed(
+    pretended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, pretended)
     dtype, is_bf16, stage = CHOICES[pretended]
     config = make_config()
     assert config.hidden_states.dtype == config.responses.dtype == dtype
     assert config.deepspeed == {"bf16": {"enabled": is_bf16}, "zero_optimization": {"stage": stage}}
     assert config.acceptance.dtype == Dtype.float32  # in which a CPU's counters equal the engine's
-
-
-def test_an_explicit_precision_is_obeyed(pretended: str) -> None:
     config = make_config("hidden_states.dtype=float32", "responses.dtype=bfloat16", "deepspeed=zero2")
     assert (config.hidden_states.dtype, config.responses.dtype) == (Dtype.float32, Dtype.bfloat16)
     assert config.deepspeed == {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     assert make_config("acceptance.dtype=bfloat16").acceptance.dtype == Dtype.bfloat16
-
-
-def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
-    with patch("mtptrain.config.started_stage", lambda: "plan"):
+    with patch("mtptrain.config.started_stage", lambda: "plan"):  # for GPUs, on any machine
         config = make_config("planner.gpu_tflops=989")
     assert config.hidden_states.dtype == config.acceptance.dtype == Dtype.bfloat16
     assert config.deepspeed["bf16"]["enabled"]

@@ -1,12 +1,11 @@
 """Provides the run with which runs on other ranks, in other precisions and after interruptions are compared."""
 
-import subprocess
 from dataclasses import dataclass
 
 import pytest
 
-from tests.conftest import Run, succeed
-from tests.mtptrain.train.runs import PLAIN_STEPS, Record, copy_of, records
+from tests.conftest import Run
+from tests.mtptrain.train.runs import PLAIN_STEPS, Record, copy_of, train
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,6 @@ class Reference:
     """A finished run. Tests change only copies of its folder."""
 
     run: Run
-    result: subprocess.CompletedProcess[str]
     records: list[Record]
 
 
@@ -24,5 +22,4 @@ def reference(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Refere
     directory = tmp_path_factory.mktemp("reference")
     run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1], *PLAIN_STEPS, "deepspeed=zero0")), directory)
     often = ("train.validation_prompts=4", "train.save_every=4", "train.validate_every=4", "train.keep_checkpoints=2")
-    result = succeed("train", *run[1], *often)
-    return Reference(run, result, records(run[0]))
+    return Reference(run, train(run, *often))

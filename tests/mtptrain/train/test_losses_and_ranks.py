@@ -12,7 +12,7 @@ from tests.mtptrain.train.conftest import Reference
 from tests.mtptrain.train.runs import FP32, PLAIN_STEPS, assert_close, records, train
 
 
-def test_the_loss_falls_and_records_and_the_table_say_what_the_steps_did_with_their_time(reference: Reference) -> None:
+def test_the_loss_falls_and_records_say_what_the_steps_did_with_their_time(reference: Reference) -> None:
     losses = [record["loss"] for record in reference.records]
     assert [record["step"] for record in reference.records] == list(range(1, 13))
     assert losses[-1] < 0.8 * losses[0]
@@ -21,8 +21,6 @@ def test_the_loss_falls_and_records_and_the_table_say_what_the_steps_did_with_th
     assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001
     assert 0 < last["mfu"] < 1.5 and last["peak_bytes"] > 1e8
     assert last["draft_positions_per_s"] < last["tokens_per_s"]
-    for word in ("MFU", "peak memory", "draft positions", "data wait"):
-        assert word in reference.result.stdout
 
 
 def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(reference: Reference) -> None:

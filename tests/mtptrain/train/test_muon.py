@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Run, succeed, tiers
-from tests.mtptrain.train.runs import FP32, records
+from tests.conftest import Run, tiers
+from tests.mtptrain.train.runs import FP32, copy_of, train
 
 MUON = ("train.optimizer=muon", "train.validation_prompts=0", "train.validate_every=0", "train.max_steps=8")
 
@@ -14,11 +14,9 @@ MUON = ("train.optimizer=muon", "train.validation_prompts=0", "train.validate_ev
 def losses(run: Run, directory: Path, *overrides: str, num_ranks: int = 1) -> list[float]:
     """Trains in a folder that has the run's hidden states, and returns the losses of all steps."""
     if not directory.exists():
-        directory.mkdir(parents=True)
-        for stage in ("prompts", "hidden_states"):
-            (directory / stage).symlink_to(run[0] / stage)
-    succeed("train", *run[1], f"run_dir={directory}", *MUON, *overrides, num_ranks=num_ranks)
-    return [record["loss"] for record in records(directory)]
+        copy_of((run[0], ()), directory)
+    found = train((directory / "run", run[1]), f"run_dir={directory}/run", *MUON, *overrides, num_ranks=num_ranks)
+    return [record["loss"] for record in found]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +42,6 @@ def test_a_run_in_bf16_on_two_ranks_resumes_to_the_last_digit(tiny_run: Run, tmp
     settings, newest = ("deepspeed=zero1", "train.save_every=4", "train.keep_checkpoints=9"), "step_00000008"
     whole = losses(tiny_run, tmp_path / "a", *settings, num_ranks=2)
     for num_ranks, tolerance in ((2, 0.0), (1, 1e-2)):
-        shutil.rmtree(tmp_path / "a/train/checkpoints" / newest)
+        shutil.rmtree(tmp_path / "a/run/train/checkpoints" / newest)
         resumed = losses(tiny_run, tmp_path / "a", *settings, num_ranks=num_ranks)
         assert resumed[-4:] == pytest.approx(whole[-4:], rel=tolerance, abs=0)
