@@ -1,7 +1,6 @@
 """Tests that an export holds the right tensors, proposes as the head, and gets its name once it is complete."""
 
 import json
-import os
 import shlex
 import shutil
 from copy import deepcopy
@@ -33,7 +32,6 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
 from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
 from tests.mtptrain.engines.conftest import random_head
-from tests.programs import largest_file
 from tests.sealed import MANIFEST, seal_again, seal_prompts
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
@@ -178,26 +176,15 @@ def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_w
     assert "Acceptance length 2.500" in readme.read_text()
 
 
-def test_an_export_that_fails_leaves_nothing_and_what_a_killed_one_leaves_is_removed(
+def test_an_export_that_would_propose_otherwise_is_refused_and_leaves_nothing(
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
-    with largest_file(20_000), pytest.raises(OSError, match=r"sglang\.mtptrain_new/\w+\.safetensors"):
+    monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
+    message = "the exported head must propose the same tokens as the trained one, as surely, but proposes"
+    with pytest.raises(UserError, match=message):
         export(Run(config))
     assert not list((tmp_path / "run/export").iterdir())
-    with monkeypatch.context() as patched:
-        patched.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
-        message = "the exported head must propose the same tokens as the trained one, as surely, but proposes"
-        with pytest.raises(UserError, match=message):
-            export(Run(config))
-    assert not list((tmp_path / "run/export").iterdir())
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr("mtptrain.export.check_tensors", lambda *_: os._exit(9))
-        export(Run(config))
-    os.waitpid(child, 0)
-    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["sglang.mtptrain_new"]
-    export(Run(config))
-    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["sglang"]
 
 
 def test_an_export_shows_no_path_of_the_home(

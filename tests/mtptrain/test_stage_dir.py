@@ -21,7 +21,7 @@ from mtptrain.stage_dir import STAGE, StageDir
 from mtptrain.utils.distributed import become_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
-from tests.conftest import PLAIN, compose_config, make_config, run_program
+from tests.conftest import PLAIN, compose_config, make_config
 from tests.programs import ROOT
 
 SOMEBODYS = {
@@ -223,20 +223,9 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
-    fresh_run: tuple[Path, tuple[str, ...]],
+def test_a_second_program_is_refused_and_the_lock_of_a_killed_one_is_free_and_a_finished_or_refused_one_leaves_none(
+    tmp_path: Path,
 ) -> None:
-    directory = fresh_run[0] / "train"
-    before = files_of(directory)
-    with holder(directory) as process:
-        done = run_program("train", *fresh_run[1])
-    assert done.returncode == 1, done.stderr
-    line = done.stderr.strip().splitlines()[-1]
-    assert f"{directory} must be written by one program at a time, but process {process.pid} on" in line
-    assert {path: content for path, content in files_of(directory).items() if path.name != LOCK} == before
-
-
-def test_the_lock_of_a_killed_program_is_free_and_a_finished_or_refused_one_leaves_none(tmp_path: Path) -> None:
     folder = StageDir(tmp_path / "run/train")
     with (
         holder(folder.path) as process,

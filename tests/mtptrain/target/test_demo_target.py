@@ -1,4 +1,4 @@
-"""Tests that the packaged target is small and has the published loss."""
+"""Tests that the packaged target has the published loss."""
 
 import json
 import sysconfig
@@ -13,16 +13,7 @@ from mtptrain.target.loading import load_target
 FIGURES = json.loads((DEMO_DIR / "figures.json").read_text())
 
 
-def test_the_packaged_target_is_a_small_llama_whose_published_loss_never_rises_with_position() -> None:
-    config = json.loads((DEMO_DIR / "config.json").read_text())
-    assert config["max_position_embeddings"] >= 2048 and config["dtype"] == "bfloat16"
-    assert sum(path.stat().st_size for path in DEMO_DIR.iterdir()) < 16 * 2**20
-    losses = list(FIGURES["held_out_source_by_position"]["nats_per_token"].values())
-    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
-    assert max(losses) <= 2.5
-
-
-def test_its_weights_have_that_loss_on_files_of_this_machines_library() -> None:
+def test_the_packaged_target_has_the_published_loss_on_files_of_this_machines_library() -> None:
     """Allows 25 % plus 0.5 nats more, because another Python has other files. Random weights have ln 4096 = 8.3."""
     target = load_target(DEMO_DIR, torch.float32, torch.device("cpu"))
     files = [path for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if is_held_out(path.name, 0.1)]
