@@ -65,7 +65,7 @@ LINES = {
     "eval": 2261,
     "slurm": 148,
     "benchmarks": 456,
-    "tests": 20524,
+    "tests": 20316,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
