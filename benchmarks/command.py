@@ -87,7 +87,6 @@ def print_table(title: str, columns: Mapping[str, tuple[str, str]], rows: Sequen
 
 
 def llama_8b(num_layers: int) -> LlamaConfig:
-    """Returns the config of a target with the dimensions of an 8B Llama."""
     return LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,

@@ -82,7 +82,6 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
 
 
 def random_8b(device: torch.device, dtype: torch.dtype) -> Target:
-    """Returns a target with the dimensions of an 8B Llama and random weights."""
     with torch.device(device):
         return Target(AutoModelForCausalLM.from_config(llama_8b(32), dtype=dtype))
 

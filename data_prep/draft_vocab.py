@@ -36,7 +36,6 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
-    """Choose the vocabulary, and write it with its manifest."""
     head, target = run.config.head, run.target
     vocab_size = target.config.vocab_size
     size = draft_vocab_size(head, vocab_size)
@@ -61,7 +60,6 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
 
 
 def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
-    """Returns the number of tokens to choose."""
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size >= vocab_size:
         raise UserError(

@@ -112,8 +112,6 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class Extraction:
-    """The settings and inputs of an extraction."""
-
     config: PipelineConfig
     target: TargetFiles
     capture_layers: tuple[int, ...]
@@ -136,7 +134,6 @@ class Extraction:
         return self.target.config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
 
     def select(self, indices: Iterable[int]) -> list[range]:
-        """Returns the range of documents in each of the given shards."""
         return [self.shards[index] for index in indices]
 
 
@@ -188,7 +185,6 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
 
 
 def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks: Ranks) -> None:
-    """Compute and write the given shards on this rank."""
     shards = dict(zip(indices, extraction.select(indices), strict=True))
     who, where = f"rank {ranks.rank} of {ranks.world_size}", (extraction.store_dir, *extraction.layout)
     fill_shards(streams, extraction.documents, shards, *where, who, ranks.is_first)
@@ -262,10 +258,7 @@ def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[
 
 
 def announce(extraction: Extraction) -> None:
-    """Print how much disk space is needed, and refuse if that exceeds the free space.
-
-    With streaming, only the fullest windows must fit, since training deletes the shards that it has read.
-    """
+    """Print the disk space that is needed, with streaming that of the fullest windows, and refuse if less is free."""
     store_dir, documents, windows = extraction.store_dir, extraction.documents, extraction.windows
     token_bytes, num_shards = bytes_per_token(*extraction.layout), len(extraction.shards)
 
@@ -314,7 +307,6 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
 
 
 def rows_of(manifest: StoreManifest) -> dict[str, str]:
-    """Returns the counts of a finished store, for tables."""
     return {
         "documents": f"{manifest.num_documents:,}",
         "tokens": f"{manifest.num_tokens:,}",

@@ -57,7 +57,6 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare_prompts(run: Run) -> PromptsReport:
-    """Read, tokenize, split and write the prompts."""
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
     source, clusters = read_source(prompts, run.target, run.stage_dir("responses"))
     report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over))
@@ -188,7 +187,6 @@ class Windows:
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
-    """Returns consecutive windows of at most `max_tokens`, without overlap."""
     ids, mask = encoding.input_ids, encoding.loss_mask
     starts = range(0, len(ids), max_tokens)
     return [replace(encoding, input_ids=ids[i : i + max_tokens], loss_mask=mask[i : i + max_tokens]) for i in starts]

@@ -116,7 +116,6 @@ def render_conversation(
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[RenderedConversation]
 ) -> list[EncodedItem]:
-    """Returns token ids and loss masks."""
     renderings = [rendering for each in conversations for rendering in each.renderings]
     batch = iter(_tokenize(tokenizer, [rendering.text for rendering in renderings]))
     special_ids = list(special_tokens(tokenizer))

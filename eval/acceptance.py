@@ -127,10 +127,7 @@ def longest_prompt(target: Target, heads: Sequence[Head | None], settings: Accep
 def held_out_losses_of(
     config: PipelineConfig, run_head: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
 ) -> HeldOutLosses | None:
-    """Returns the head's losses on the target's answers to the first turn of each prompt.
-
-    None for an fp32 target on a GPU, as in `held_out_losses`.
-    """
+    """Returns the head's losses on the target's answers to the first turn of each prompt."""
     own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
     answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
     return held_out_losses(run_head.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)

@@ -57,7 +57,6 @@ class Asked:
         return self.is_same_draft and (not self.num_different or bool(self.reasons))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the entries of a report."""
         assert self.theirs.counts is not None
         counts = {"ours": self.our_counts, "theirs": self.theirs.counts}
         figures = {side: asdict(each) | {"acceptance_length": each.acceptance_length} for side, each in counts.items()}

@@ -13,10 +13,7 @@ from mtptrain.utils.figures import Figure, share, shares
 
 @dataclass
 class QualityFigures:
-    """Means by position in the draft, and calibration. A draft counts if its round accepted all drafts before it.
-
-    A mean without drafts is None.
-    """
+    """Means by position in the draft, and calibration. A draft counts if its round accepted all drafts before it."""
 
     overlap_at: list[Figure]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""

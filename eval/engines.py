@@ -28,12 +28,10 @@ def spare_tokens(num_drafts: int) -> int:
 
 
 def context_tokens(prompts: Prompts, max_new_tokens: int, num_drafts: int) -> int:
-    """Returns the number of tokens that an engine's context must hold."""
     return max(map(len, prompts)) + max_new_tokens + spare_tokens(num_drafts)
 
 
 def output_folder(config: PipelineConfig, program: str) -> StageDir:
-    """Returns the folder of a program's report."""
     return StageDir(Path(config.serving.output_dir or config.run_dir) / program, "serving.output_dir")
 
 

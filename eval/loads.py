@@ -66,7 +66,6 @@ class Row:
 
     @classmethod
     def of(cls, num_speculative_tokens: int | None, concurrency: int, result: LoadResult) -> "Row":
-        """Returns the row of a load."""
         answers = result.answers
         gaps = [later - step for answer in answers for step, later in pairwise(answer.steps_s)]
         several = [answer for answer in answers if answer.num_tokens > 1]
@@ -140,7 +139,6 @@ class Bench:
 
 
 def drafting_choices(config: PipelineConfig) -> list[int]:
-    """Returns K of each engine that drafts."""
     return sorted(set(config.serving_bench.num_speculative_tokens)) or [config.acceptance.num_speculative_tokens]
 
 

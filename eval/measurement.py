@@ -76,7 +76,6 @@ class Measured:
 
     @property
     def sources(self) -> dict[str, list[Generation]]:
-        """Generations by the source of their prompt."""
         by_source: dict[str, list[Generation]] = {}
         for answer in self.answers.values():
             by_source.setdefault(answer.source, []).append(answer.generation)

@@ -36,7 +36,6 @@ def drawing(path: Path, figures: Path) -> Iterator[None]:
 
 
 def as_svg(figure: Figure) -> str:
-    """Returns the `<svg>` element of a figure."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     svg = buffer.getvalue()

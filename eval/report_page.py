@@ -29,7 +29,6 @@ TITLE = "<title>Acceptance of "
 
 
 def write_page(report: ReportFigures, directory: Path) -> None:
-    """Write `report.html` for a report of `mtptrain acceptance`."""
     page = directory / "report.html"
     with drawing(page, directory / "report.json"):
         refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")

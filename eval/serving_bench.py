@@ -51,7 +51,6 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:
-    """Returns the checked inputs."""
     config, most_drafts = run.config, max(drafting_choices(run.config))
     concurrency = max(config.serving_bench.concurrency)
     asked = read_prompts(

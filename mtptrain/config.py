@@ -84,7 +84,6 @@ class PipelineConfig:
 
     @property
     def acceptance_dir(self) -> Path:
-        """The folder that `mtptrain acceptance` writes to."""
         return Path(self.acceptance.output_dir or self.stage_dir("acceptance"))
 
 
@@ -98,7 +97,6 @@ def register() -> None:
 
 
 def load_config(cfg: DictConfig) -> PipelineConfig:
-    """Returns the composed config as dataclasses."""
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)

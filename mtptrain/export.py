@@ -86,7 +86,6 @@ def export(run: Run) -> None:
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
-    """Write the head's tensors and settings."""
     directory.mkdir(parents=True, exist_ok=True)
     form.write(directory, {name: tensor.contiguous() for name, tensor in form.tensors(state).items()})
 
@@ -111,7 +110,6 @@ def reload_head(directory: Path, form: Format) -> Head:
 
 
 def measured_acceptance(path: Path, head_sha256: str) -> str:
-    """Returns what the README says about the head's acceptance."""
     report = read_sealed(path, "run mtptrain acceptance again, or remove this file") if path.is_file() else {}
     if report.get("head_sha256") != head_sha256 or report["acceptance_length"] is None:
         return "Not measured: run `mtptrain acceptance` and export again."
@@ -146,7 +144,6 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mappin
 
 
 def data_note(data: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns what the README says about the data that the head was trained on."""
     note = (
         f"Trained on {data['documents']:,} documents ({data['source']}) with {data['tokens']:,} tokens, of which "
         f"{data['supervised_tokens']:,} are supervised. The longest has {data['longest_document_tokens']:,} tokens; in "
@@ -161,7 +158,6 @@ def data_note(data: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def mode_note(mode: str, engine: Engine) -> str:
-    """Returns what the README says about the mode of the chat template that the head was trained in."""
     if mode == "{}":
         return "Trained on chats in the mode that the target's chat template has by default."
     return (

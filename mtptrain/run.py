@@ -93,10 +93,7 @@ class Run:
         return Documents.load(self.prompts_file(split))
 
     def identity(self, capture_layers: tuple[int, ...]) -> StoreIdentity:
-        """Returns the identity that the run's hidden states must have: target, settings and training prompts.
-
-        Prompts that were not made with the target's tokenizer and chat template are refused.
-        """
+        """Returns the identity that the run's hidden states must have; refuses prompts of another tokenizer."""
         prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
         expected = TokenizerIdentity.of(self.target.tokenizer, self.target.template_kwargs_json)

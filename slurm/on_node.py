@@ -18,12 +18,7 @@ import psutil
 
 
 def own_address(addresses: list[str], index: int) -> str:
-    """Returns the address from which this node reaches another node of the job.
-
-    Args:
-        addresses: host name or IP address of every node of the job; there are at least two.
-        index: index of this node in `addresses`.
-    """
+    """Returns the address from which this node, the one of this index, reaches another one of a job's `addresses`."""
     peer = addresses[1 if index == 0 else 0]
     family, kind, protocol, _, peer_address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:

@@ -22,13 +22,7 @@ from mtptrain.utils.errors import UserError
 
 
 def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
-    """Raises UserError if the training job may get a number of ranks that cannot divide a step evenly.
-
-    Args:
-        config: the settings of the run.
-        nodes: the `--nodes` option of sbatch: a number, or a range such as `1-2`, which is checked too.
-        ranks_per_node: number of ranks on each node.
-    """
+    """Raises UserError if a step cannot be divided among the ranks of `nodes`, such as `2`, or any of `1-2`."""
     found = re.fullmatch(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?", nodes)
     numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
     if not numbers:

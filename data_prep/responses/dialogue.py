@@ -47,8 +47,6 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How all responses are sampled."""
-
     settings: Mapping[str, Any]
     """Temperature, limits and penalties, by the names of `NEUTRAL`."""
     max_new_tokens: int
@@ -66,8 +64,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Response:
-    """The target's response to a prompt."""
-
     token_ids: list[int]
     """Without the end-of-sequence token."""
     end_ids: list[int]
@@ -200,10 +196,7 @@ class Dialogue:
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], token_ids: list[int]) -> str:
-    """Returns the text of a response.
-
-    It is decoded together with its prompt, since some tokenizers decode a token differently at the start of a text.
-    """
+    """Returns a response's text, decoded after its prompt: some tokenizers decode the start of a text differently."""
     prompt, whole = decode(tokenizer, prompt_ids), decode(tokenizer, [*prompt_ids, *token_ids])
     return whole[len(prompt) :] if whole.startswith(prompt) else decode(tokenizer, token_ids)
 

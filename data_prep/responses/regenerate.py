@@ -251,7 +251,6 @@ class ResponsesBar(ProgressBar):
         self.num_tokens = 0
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Add tokens that were generated just now."""
         self.num_tokens += num_tokens
         speed = self.num_tokens / max(self.format_dict["elapsed"], 1e-9)
         self.set_postfix_str(f"{self.num_tokens:,} tokens, {speed:,.0f} tok/s", refresh=False)

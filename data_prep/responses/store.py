@@ -143,10 +143,7 @@ class ResponsesStore:
     def finish(
         self, failed: Mapping[int, str], refused: Mapping[str, str], location_of: Callable[[int], str]
     ) -> ResponsesManifest:
-        """Write all conversations to one file in input order, then the manifest, once all journals are closed.
-
-        `failed` says by row why a conversation failed, and `refused` by location why a row cannot be used.
-        """
+        """Write all conversations in input order, then the manifest. Failures are by row, and refusals by location."""
         for path in self._journals():
             self._index(path)
         failures = [(location_of(row), reason) for row, reason in sorted(failed.items())]
@@ -191,7 +188,6 @@ class ResponsesStore:
 
 
 def line_of(conversation: RegeneratedConversation) -> str:
-    """Returns the line that stores a conversation."""
     return json.dumps(sealed(asdict(conversation))) + "\n"
 
 

@@ -73,10 +73,7 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:
-    """Returns the dotted names of all settings of the recipe and head that the arguments choose.
-
-    If these cannot be composed, returns the names of recipe quickstart.
-    """
+    """Returns the dotted names of all settings of the recipe and head that the arguments choose."""
     for chosen in ([each for each in arguments if each.partition("=")[0] in CONFIG_GROUPS], ["recipe=quickstart"]):
         try:
             with initialize_config_dir(RECIPES, version_base="1.3"):

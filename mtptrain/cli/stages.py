@@ -20,8 +20,6 @@ KEPT_STAGES = "finished stages are kept in {run_dir}; the same command starts th
 
 @dataclass(frozen=True)
 class Stage:
-    """A program of `mtptrain`."""
-
     program: str
     """Its module, named as in a checkout: `python_module` adds the package of a wheel."""
     does: str

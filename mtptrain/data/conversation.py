@@ -19,8 +19,6 @@ class ConversationRefused(ValueError):
 
 
 class Message(TypedDict, total=False):
-    """A message, as chat templates read it."""
-
     role: Required[str]
     """One of `mtptrain.settings.data.ROLES`."""
     content: Required[str]
@@ -45,7 +43,6 @@ def normalise(text: str) -> str:
 
 
 def short_hash(data: bytes) -> str:
-    """Returns a hash of 16 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -96,7 +96,6 @@ def write_draft_vocab(directory: Path, d2t: torch.Tensor, manifest: DraftVocabMa
 
 
 def require_draft_vocab(directory: Path) -> Path:
-    """Returns the file of a run's draft vocabulary."""
     require(directory / MANIFEST, PROGRAM)
     return require(directory / DRAFT_VOCAB, PROGRAM)
 
@@ -121,10 +120,7 @@ def d2t_sha256(d2t: torch.Tensor | None) -> str | None:
 
 
 def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: Path, prompts_sha256: str) -> None:
-    """Copy the target's lm_head rows into the head's own lm_head: all of them, or only those of its draft vocabulary.
-
-    The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
-    """
+    """Copy the target's lm_head rows into the head's lm_head: all, or only those of its draft vocabulary."""
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)
         head.d2t.copy_(read_draft_vocab(draft_vocab_dir, len(head.d2t), vocab_size, prompts_sha256))

@@ -34,7 +34,6 @@ class Split(StrEnum):
 
     @property
     def filename(self) -> str:
-        """The name of its file in `run_dir/prompts`."""
         return f"{self}.safetensors"
 
 
@@ -73,7 +72,6 @@ class Documents:
         return self.loss_mask[self.document_offsets[index] : self.document_offsets[index + 1]]
 
     def save(self, path: Path) -> None:
-        """Write the file atomically."""
         save_tensors(path, {name: torch.from_numpy(array) for name, array in vars(self).items()})
 
     @staticmethod

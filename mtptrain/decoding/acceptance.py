@@ -49,7 +49,6 @@ class Acceptance:
 
 
 def summarise(generations: Sequence[Generation]) -> Acceptance:
-    """Pool the counts of many sequences."""
     num_depths = max((len(generation.accepted_at) for generation in generations), default=0)
     accepted_at = [sum(generation.accepted_at[depth] for generation in generations) for depth in range(num_depths)]
     rounds = sum(generation.rounds for generation in generations)

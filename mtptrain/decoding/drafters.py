@@ -208,11 +208,8 @@ class PromptLookupDrafter:
     """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
     It finds the longest suffix of `min_ngram` to `max_ngram` tokens that also occurs earlier in the sequence, and
-    drafts the tokens after the first occurrence, like vLLM's method `ngram`.
-
-    Args:
-        latest: use the latest occurrence that is followed by at least K tokens, instead of the first one, because
-            recent text predicts the next tokens better.
+    drafts the tokens after its first occurrence, like vLLM's method `ngram`; with `latest`, those after the last one
+    that at least K tokens follow, because recent text predicts the next tokens better.
     """
 
     read_layers: tuple[int, ...] = ()
@@ -252,10 +249,7 @@ HYBRID_MIN_MATCH = 4
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup if the newest `min_match` tokens also occur earlier, followed by at least K tokens.
-
-    Otherwise the head drafts.
-    """
+    """Drafts by prompt lookup where the newest `min_match` tokens occur earlier, before K or more; else by the head."""
 
     def __init__(self, head: HeadDrafter, min_match: int = HYBRID_MIN_MATCH) -> None:
         self.head = head

@@ -34,10 +34,7 @@ def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tab
 
 
 def prove_equal_proposals(parts: FrozenParts, head: Head, reloaded: Head) -> int:
-    """Draft for the same random documents with both heads in fp32, and return the number of compared tokens.
-
-    The target's parts are in fp32 too.
-    """
+    """Draft for the same random documents with both heads in fp32, and return the number of compared tokens."""
     tokens, states = random_documents(head, parts)
     ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
     are_equal = torch.equal(ours.tokens, theirs.tokens)

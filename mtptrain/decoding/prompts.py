@@ -65,10 +65,7 @@ def read_prompts(
 def check_head_context(
     head: Head, prompts: Iterable[Sequence[int]], max_new_tokens: int, num_speculative_tokens: int, setting: str
 ) -> None:
-    """Raises UserError if the longest prompt, its answer and the drafts after it do not fit the head's own context.
-
-    `setting` chose the head.
-    """
+    """Raises UserError if the longest prompt, its answer and the drafts after it do not fit the head's own context."""
     needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
     if head.context_tokens is not None and needed > head.context_tokens:
         raise UserError(

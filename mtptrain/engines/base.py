@@ -114,10 +114,7 @@ class Engine(ABC):
         return [name for name in generation.changes if self.applies.get(name) is Applied.refused]
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
-        """Returns what a request gets from the target's generation_config.json that leaves settings out; "" if nothing.
-
-        The sentences are those of the acceptance report and of an export's README.
-        """
+        """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
         added, refused, sets = self.added_to(generation), self.refused_for(generation), generation.changes
         if not sets:
             return ""
@@ -199,8 +196,5 @@ class RunningEngine(Engine):
         """
 
     def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str] | None:
-        """Returns the contents of a file with the fastest K at each batch size, and the text with its command.
-
-        None if the engine has no such settings.
-        """
+        """Returns the contents of a file with the fastest K at each batch size and its command, if there is one."""
         return None

@@ -24,10 +24,7 @@ REQUIRED = ("engine", "method", "head_sha256")
 
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
-    """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
-
-    An export for another engine, or of another head, is refused.
-    """
+    """Returns the `serving.json` by which an engine loads a head; refuses that of another engine or head."""
     path = require(head_dir / SERVING, "mtptrain export")
     facts = read_sealed(path, "run mtptrain export again", REQUIRED, files=None)
     if facts["engine"] != engine:
@@ -56,7 +53,6 @@ def refuse_changed_export(directory: Path, advice: str = "copy or download it ag
 
 
 def export_dir(config: PipelineConfig) -> StageDir:
-    """Returns the folder to write the export to."""
     directory = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     if directory.is_symlink():  # a directory cannot be renamed to a link
         directory = directory.resolve()

@@ -29,10 +29,7 @@ LAYER_PARTS = (
 
 
 class Format(ABC):
-    """Defines how one kind of head is exported for one engine and a target.
-
-    `formats` of an engine lists its formats, and `why_not` says what they do not support.
-    """
+    """Defines how one kind of head is exported for one engine and a target."""
 
     architecture: str
     """The engine's model class, as named in `config.json`."""
@@ -90,7 +87,6 @@ class Format(ABC):
         """Returns the contents of `config.json` for tensors of this dtype."""
 
     def write(self, directory: Path, tensors: Tensors) -> None:
-        """Write the engine's tensors and `config.json`."""
         dtype = next(str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point())
         write_json(directory / "config.json", self.config_json(dtype))
         save_tensors(directory / self.weights_name, tensors)
@@ -100,7 +96,6 @@ class Format(ABC):
         return load_file(directory / self.weights_name)
 
     def target_name(self, name_for_engines: str) -> str:
-        """Returns the name of the target in the launch command."""
         return name_for_engines
 
     @abstractmethod

@@ -33,7 +33,6 @@ def is_mimo(target: PreTrainedConfig) -> bool:
 
 
 def must_be_false(head: HeadConfig, setting: str, reason: str, instead: str = "train without it") -> Iterator[Refusal]:
-    """Yields a refusal if a setting of the head is true."""
     if getattr(head, setting):
         yield Refusal(f"head.{setting}", "false", "true", reason, instead)
 
@@ -43,7 +42,6 @@ def captured_layers(head: HeadConfig, target: PreTrainedConfig) -> tuple[int, ..
 
 
 def layers_must(layers: tuple[int, ...], must_be: str, reason: str) -> Refusal:
-    """Returns the refusal of these captured layers."""
     return Refusal("head.capture_layers", must_be, list(layers), reason, "train with other layers")
 
 
@@ -86,7 +84,6 @@ def no_anchor(engine: str, head: HeadConfig) -> Iterator[Refusal]:
 
 
 def quantised(target: PreTrainedConfig, reason: str, instead: str) -> Iterator[Refusal]:
-    """Yields a refusal if the target is quantised."""
     if (settings := getattr(target, "quantization_config", None)) is not None:
         value = f"quantised with {settings.get('quant_method', 'an unnamed method')}"
         yield Refusal("target.path", "a target that is not quantised", value, reason, instead, may_change_engine=False)

@@ -19,7 +19,6 @@ LAST_LINE = b"data: [DONE]"
 
 
 def send_all(server: EngineServer, requests: Requests, loads: Sequence[Load]) -> tuple[str, list[LoadResult]]:
-    """Returns the server's version and the results of loads, which are sent one after another."""
     return server.version, [send(server, requests, load) for load in loads]
 
 

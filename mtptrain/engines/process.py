@@ -73,10 +73,7 @@ def find_python(given: str | None, engine: str, name: str, packages: str, code: 
 
 
 def printed_by(python: Path, code: str) -> str | None:
-    """Returns what code prints in an engine's Python, which finds no packages in the working directory.
-
-    Returns None if the code fails.
-    """
+    """Returns what code prints in an engine's Python, without packages of the working directory; None if it fails."""
     command = [str(python), "-c", f"import sys; sys.path = [each for each in sys.path if each]\n{code}"]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
     return None if result.returncode else result.stdout.strip()
@@ -85,10 +82,8 @@ def printed_by(python: Path, code: str) -> str | None:
 def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
     """Returns what the worker writes for a job, both as JSON.
 
-    Lines that begin with the worker's name and a colon are shown. After a failure, the last `SHOWN_LINES` lines are
-    part of the error. The worker ends no later than this process.
-
-    The worker's arguments are the mode, and the files of the job and of the result. Errors name the engine.
+    Its arguments are the mode, and the files of the job and of the result. Lines that begin with its name and a colon
+    are shown. After a failure, the last `SHOWN_LINES` lines are part of the error.
     """
     progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:

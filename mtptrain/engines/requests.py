@@ -61,8 +61,6 @@ class EngineCounts:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """An engine's output for a list of prompts."""
-
     version: str
     tokens: list[list[int]]
     """New tokens for each prompt, including the stop token."""
@@ -98,8 +96,6 @@ class Questions(NamedTuple):
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a benchmark."""
-
     prompts: Sequence[Sequence[int]]
     """Token ids. They repeat if there are fewer prompts than requests."""
     max_new_tokens: int
@@ -122,8 +118,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request of a load."""
-
     steps_s: list[float]
     """Seconds from the request to each step that gave tokens."""
     num_tokens: int
@@ -131,8 +125,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The answers to a load."""
-
     answers: list[Answer]
     duration_s: float
     """Seconds from the first request to the end of the last answer."""

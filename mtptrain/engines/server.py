@@ -56,10 +56,7 @@ class EngineServer(ABC):
     max_model_len: int
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
-        """Store the address of the server, and the log of one that mtptrain has started.
-
-        Users know a server of their own by its address, and one that mtptrain has started by its log.
-        """
+        """Store the address of the server, and the log of one that mtptrain has started."""
         self.url = url.rstrip("/")
         self.shown_url = hide_passwords(self.url)
         """The address as messages show it."""
@@ -120,10 +117,7 @@ class EngineServer(ABC):
         return self.read("/metrics", _counters)
 
     def growth_since(self, before: Counters) -> Counters:
-        """Returns how much each counter grew, once they stop changing: a server answers before it counts the last step.
-
-        Raises UserError if they do not stop changing.
-        """
+        """Returns how much each counter grew, once all are still: a server answers before it counts the last step."""
         counters, deadline = self.counters(), time.monotonic() + SETTLE_LIMIT_S
         while time.monotonic() < deadline:
             time.sleep(SETTLED_AFTER_S)
@@ -140,10 +134,7 @@ class EngineServer(ABC):
         )
 
     def read(self, path: str, parse: Callable[[bytes], Parsed], content: dict[str, Any] | None = None) -> Parsed:
-        """Returns what `parse` makes of the response to a GET request, or to a POST request with JSON content.
-
-        Raises UserError if the server does not answer, or with an error, or with what `parse` cannot read.
-        """
+        """Returns what `parse` makes of the answer to a GET, or to a POST of JSON; raises UserError without one."""
         response, url = None, address_below(self.url, path)
         try:
             response = self._client.request("GET" if content is None else "POST", url, json=content)

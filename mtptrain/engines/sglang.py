@@ -41,8 +41,6 @@ BLOCK_METHODS = ("DFLASH", "DSPARK")
 
 
 class SglangFormat(Format):
-    """The launch command that SGLang's formats share."""
-
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         """Returns the command that starts SGLang with a chain of drafts, not a tree."""
         target, head = shlex.quote(target), shlex.quote(str(directory))
@@ -97,20 +95,14 @@ class InFormatOfVllm(SglangFormat):
 
 
 class SglangDflash(InFormatOfVllm, VllmDflash):
-    """Exports `dflash`."""
-
     method = "DFLASH"
 
 
 class SglangDflash2(InFormatOfVllm, VllmDflash2):
-    """Exports `dflash2`."""
-
     method = "DFLASH"
 
 
 class SglangDspark(InFormatOfVllm, VllmDspark):
-    """Exports `dspark`."""
-
     method = "DSPARK"
 
 

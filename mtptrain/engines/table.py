@@ -46,12 +46,10 @@ def running_engine(key: str) -> RunningEngine:
 
 
 def engines_with(head: str) -> list[str]:
-    """Returns the engines that a head can be exported for."""
     return [key for key in ENGINES if head in engine_of(key).formats]
 
 
 def has_format(head: str) -> bool:
-    """Returns whether a head can be exported for some engine."""
     return any(head in engine_of(key).formats for key in ENGINES)
 
 

@@ -57,8 +57,6 @@ class TensorRtEagle3(VllmEagle3):
 
 
 class TensorRtDraftModel(VllmDraftModel):
-    """Exports `draft_model` as a standard transformers checkpoint."""
-
     method = "Draft_Target"
     launch = launch
 

@@ -143,7 +143,6 @@ class DflashHead(Head):
 
     @classmethod
     def resolve_capture_layers(cls, config: DflashConfig, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the configured layers, or the default."""
         num_layers = int(target_config.num_hidden_layers)
         evenly = tuple(round(2 + i * (num_layers - 4) / (NUM_CAPTURED - 1)) for i in range(NUM_CAPTURED))
         return resolved_layers(config.capture_layers, evenly, num_layers)
@@ -229,7 +228,6 @@ def block_size(config: DflashConfig) -> int:
 
 
 def layer_types(config: DflashConfig) -> list[str]:
-    """Returns the type of each layer."""
     default = [SLIDING if config.sliding_window else FULL] * config.num_layers
     if config.num_layers > 1:
         default[-1] = FULL
@@ -248,7 +246,6 @@ def layer_types(config: DflashConfig) -> list[str]:
 
 
 def layer_kinds(config: DflashConfig) -> list[LayerKind]:
-    """Returns how each layer attends."""
     size = block_size(config)
     if config.sliding_window is not None and config.sliding_window <= size:
         raise UserError(

@@ -44,9 +44,7 @@ class Convolutions(nn.Module):
     def forward(self, x: torch.Tensor, normed: torch.Tensor, side: int) -> torch.Tensor:
         """Returns the convolution of x [R, ..., H] over the R tokens of each block.
 
-        Args:
-            normed: the normed input, from which the changes of the kernel are computed [R, ..., H].
-            side: `BEFORE` or `AFTER`.
+        The changes of the kernel are computed from the normed input [R, ..., H]. `side` is `BEFORE` or `AFTER`.
         """
         base = self.base_kernel[side].unflatten(-1, (self.num_groups, -1))  # [taps, groups, channels]
         projection = self.kernel_projection.weight.unflatten(0, (2, -1))[side]
@@ -98,8 +96,6 @@ class CandidateSelector(nn.Module):
 
 
 class Dflash2Head(DflashHead, Corrected):
-    """DFlash 2 head."""
-
     Config = Dflash2Config
 
     def __init__(self, config: Dflash2Config, target_config: PreTrainedConfig) -> None:
@@ -118,7 +114,6 @@ class Dflash2Head(DflashHead, Corrected):
         return Dflash2Layer(dims, target_config, kind, config.conv_kernel_size, config.conv_group_size)
 
     def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
-        """Training: returns the selector's scores by the data's tokens; see `Corrected.correction`."""
         return self._selection(states, tokens.before_drafts(len(states)))
 
     def _selection(self, states: torch.Tensor, previous: torch.Tensor) -> Correction:

@@ -144,7 +144,6 @@ class DraftModelHead(Head):
 
     @cached_property
     def form(self) -> TargetForm:
-        """How the model is built."""
         return find_form(self.config)
 
 
@@ -205,10 +204,7 @@ def model_config(config: DraftModelConfig, target_config: PreTrainedConfig) -> P
 
 
 def published_config(path: str, target_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of a language model that drafts for the target, or of a head of another run.
-
-    `path` is a directory or a hub name.
-    """
+    """Returns the config of a language model that drafts for the target, or of a head of another run."""
     facts = Path(path) / "head.json"
     if facts.is_file():
         stored: dict[str, Any] = read_sealed(facts, "copy it again, or train again", ["head"])["head"]

@@ -38,8 +38,6 @@ class ConfidenceHead(nn.Module):
 
 
 class DsparkHead(DflashHead, Corrected, Confident):
-    """DSpark head."""
-
     Config = DsparkConfig
 
     def __init__(self, config: DsparkConfig, target_config: PreTrainedConfig) -> None:
@@ -49,26 +47,21 @@ class DsparkHead(DflashHead, Corrected, Confident):
         self.confidence_head = ConfidenceHead(target_config.hidden_size, config.markov_rank)
 
     def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
-        """Training: returns the correction by the data's tokens; see `Corrected.correction`."""
         previous = tokens.before_drafts(len(states))
         return Correction(self.markov_head.markov_w1(previous), self.markov_head.markov_w2.weight)
 
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns the logits of a draft after the token before it; see `Corrected.corrected`."""
         return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
 
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns the confidence [B]; see `Confident.confidence_of`."""
         return self._confidence_logits(states, self.markov_head.markov_w1(previous)).float().sigmoid()
 
     @torch.no_grad()
     def calibrate(self, scale: float, shift: float) -> None:
-        """Change the confidence; see `Confident.calibrate`."""
         self.confidence_head.proj.weight.mul_(scale)
         self.confidence_head.proj.bias.mul_(scale).add_(shift)
 
     def confidence(self, states: torch.Tensor, correction: Correction) -> torch.Tensor:
-        """Training: returns the logits of the confidence [T, M]; see `Confident.confidence`."""
         return self._confidence_logits(states, correction.features)
 
     def _confidence_logits(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,6 @@ from mtptrain.utils.errors import UserError
 
 
 class Eagle3Head(LayerHead):
-    """EAGLE-3 head."""
-
     Config = Eagle3Config
 
     def __init__(self, config: Eagle3Config, target_config: PreTrainedConfig) -> None:
@@ -45,7 +43,6 @@ class Eagle3Head(LayerHead):
 
     @classmethod
     def resolve_capture_layers(cls, config: Eagle3Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the configured layers, or the default."""
         num_layers = int(target_config.num_hidden_layers)
         return resolved_layers(config.capture_layers, (2, num_layers // 2, num_layers - 3), num_layers)
 
@@ -66,10 +63,7 @@ class Eagle3Head(LayerHead):
         return normed if self.norm_before_residual else hidden_states, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the MLP. `logits` reads the normed stream.
-
-        The stream before the norm is fed back, or the normed one if `norm_output` is set.
-        """
+        """Apply the MLP. The stream is fed back before the norm; with `norm_output` normed, as `logits` reads it."""
         x = residual + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)

@@ -41,10 +41,8 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
     """Write a head to a directory, as `save_described` does. A new directory that has a `head.json` is complete.
 
-    Args:
-        state: weights by name, in their training dtype.
-        facts: more entries of `head.json`: `TARGET_WEIGHTS`, which `check_head_target` needs, `SCALE` and `SHIFT` of
-            a calibrated head, and such as the step and the acceptance measured there.
+    Weights have their training dtype. Facts are more entries of `head.json`: `TARGET_WEIGHTS`, needed by
+    `check_head_target`, `SCALE` and `SHIFT` of a calibrated head, and such as the step and the acceptance there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_described(directory / WEIGHTS, state, directory / "head.json", {"head": asdict(config), **facts})

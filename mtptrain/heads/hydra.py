@@ -51,7 +51,6 @@ class HydraHead(Head):
         )
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
-        """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
         draft_positions = tokens.packing.draft_positions
         inputs = [tokens.target_states[draft_positions]]  # [M, H]
         embeddings = F.pad(parts.embed(tokens.next_ids[draft_positions]), (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]

@@ -124,7 +124,6 @@ class LayerHead(Head):
         return FirstStates(states[sequences[:, None], drafting], fed_back[sequences, last_index])
 
     def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
-        """Run a later depth; see `Head.draft_next`."""
         return self.decode(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
     def decode(

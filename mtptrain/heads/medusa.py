@@ -21,7 +21,6 @@ from mtptrain.utils.compile import fused
 
 @fused
 def add_silu(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns residual + SiLU(x)."""
     return residual + F.silu(x)
 
 
@@ -51,7 +50,6 @@ class MedusaHead(Head):
         self.blocks = nn.ModuleList([ResidualMlp(*sizes, config.fc_bias) for _ in range(config.ttt_steps)])
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
-        """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
         hidden_states = tokens.target_states[tokens.packing.draft_positions]  # [M, H]
         return torch.stack([self._run(block, hidden_states) for block in self.blocks[:ttt_steps]])
 

@@ -51,8 +51,5 @@ class MtpHead(LayerHead):
 
 
 def swap_halves(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a projection [H, 2H] with its first H and last H columns (embedding and hidden state) swapped.
-
-    MiMo's MTP layer has those of the hidden state first.
-    """
+    """Returns a projection [H, 2H] with its halves (embedding and hidden state) swapped, which is MiMo's layout."""
     return torch.cat(weight.chunk(2, dim=-1)[::-1], dim=-1)

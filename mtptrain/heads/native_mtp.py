@@ -163,7 +163,6 @@ class NativeMtpHead(Head):
         return *(x[0] for x in states), *keys.made
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Run depth 0 over the verified tokens; see `Head.draft_first`."""
         states, fed_back = self._read(
             verified.states.read_by(()), parts.embed(verified.next_tokens), verified.positions, cache
         )
@@ -171,7 +170,6 @@ class NativeMtpHead(Head):
         return FirstStates(states[newest][:, None], fed_back[newest])
 
     def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
-        """Run a later depth; see `Head.draft_next`."""
         return self._read(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
     def _read(
@@ -190,10 +188,7 @@ class NativeMtpHead(Head):
     def _layer(
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, **attention: Any
     ) -> DepthStates:
-        """Run one depth on hidden states and on the embeddings of the token after each position [B, S, H].
-
-        `attention` is what the layer's attention reads.
-        """
+        """Run one depth on hidden states and on the embeddings of the token after each position [B, S, H]."""
         if self.native.zero_first_embedding:
             embeddings = torch.where(positions[..., None] == 0, 0, embeddings)
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))

@@ -23,7 +23,6 @@ ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def scales_of(name: str) -> str:
-    """Returns the name of the tensor that holds the scales of an e4m3 tensor."""
     return f"{name}_scales"
 
 

@@ -168,7 +168,6 @@ class HiddenStates(ABC):
         return document
 
     def shards_of(self, documents: Sequence[int]) -> list[int]:
-        """Returns the shards that hold these documents."""
         return np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
 
     def close(self) -> None:
@@ -217,10 +216,7 @@ class HiddenStore(HiddenStates):
 
     @staticmethod
     def open(directory: Path, expected: StoreIdentity | None = None) -> "HiddenStore":
-        """Open a finished store. This reads only the manifest.
-
-        If `expected` is given, the store must have this identity, and every shard its full length.
-        """
+        """Open a finished store by its manifest; refuse another identity than expected, and shards cut short."""
         store = HiddenStore(directory, StoreManifest.read(directory))
         if expected is not None:
             refuse_other(directory / MANIFEST, expected, store.manifest.identity)

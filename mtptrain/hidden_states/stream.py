@@ -65,10 +65,7 @@ class StreamState:
 
 
 def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
-    """Returns the number of windows that training has released so far.
-
-    Training must read the shards in the same order: otherwise both programs would wait forever.
-    """
+    """Returns how many windows training has released; refuses another order of shards: both would wait forever."""
     path = store_dir / STREAM
     if not path.exists():
         return 0
@@ -204,10 +201,7 @@ class StreamedStates(HiddenStates):
         super().close()
 
     def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Set which documents are read when, those of each micro-batch of each step, and so when windows are released.
-
-        They may need no more than `OPEN_WINDOWS` windows on disk at once.
-        """
+        """Set what each micro-batch of each step reads: at any time, from no more than `OPEN_WINDOWS` windows."""
         self._steps = steps
         window_of = {shard: number for number, window in enumerate(self.windows) for shard in window}
         first, ends = np.full(len(self.windows), len(steps)), np.zeros(len(self.windows), np.int64)

@@ -194,7 +194,6 @@ class ShardFile:
         _write_sealed(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
-        """Delete the unfinished shard."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 

@@ -41,10 +41,7 @@ def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles) -
 
 
 def check_start(config: HeadConfig, target: TargetFiles) -> None:
-    """Check before any long work how a draft model starts: its sizes, or a published model's tokenizer and weights.
-
-    Other heads, and draft models of other runs, are not checked here.
-    """
+    """Check before any long work how a draft model starts: its sizes, or a published model's tokenizer and weights."""
     path = config.init_from if isinstance(config, DraftModelConfig) else None
     if isinstance(config, DraftModelConfig) and config.start_from_target:
         refuse_other_sizes(model_config(config, target.config), target.config)

@@ -42,13 +42,9 @@ EQUAL_SETTINGS = (
 def start_from_target(head: Head, target: TargetFiles) -> None:
     """Copy the target's final norm, and those weights of its last layer that have the head's shapes and head dim.
 
-    A warning names the projections that stay random.
-
     In head `eagle3`, the first columns of the query, key and value projections read the embedding and stay random. The
     random weights of `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in
     `eagle3`, for the last captured stream), so that the layer reads the target's states.
-
-    A draft model starts from `copy_first_layers`.
     """
     if isinstance(head, DraftModelHead):
         copy_first_layers(head, target)

@@ -103,19 +103,13 @@ def check_one_start(config: HeadConfig) -> None:
 def load_head(
     path: str, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[Path, Head]:
-    """Returns the directory of a head, and the head itself, ready for inference; see `load_init`.
-
-    The dtype None keeps the stored one.
-    """
+    """Returns the directory of a head, and the head ready for inference, in the stored dtype if `dtype` is None."""
     directory, state = load_init(path, config, target)
     return directory, fill_head(build_head(config, target.config), state, dtype, device)
 
 
 def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Tensors]:
-    """Returns the directory of a published head or language model, and its weights as the `state_dict` of our head.
-
-    `path` is a directory or a hub name.
-    """
+    """Returns the directory of a published head or language model, and its weights as the `state_dict` of our head."""
     if isinstance(config, DraftModelConfig):
         published = read_draft_model(path, config, target)
     elif isinstance(config, NativeMtpConfig) and not (Path(path) / "head.json").is_file():

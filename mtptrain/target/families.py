@@ -53,7 +53,6 @@ ROPE_OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleav
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:
-    """Returns the target's config."""
     config, path = _read_config(target_dir), target_dir / "config.json"
     if getattr(config, "is_heterogeneous", False):
         config.allow_global_per_layer_attribute_access = True  # plans read head_dim, which differs by layer in Gemma 4

@@ -64,7 +64,6 @@ class TargetFiles:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The config, checked by `read_target_config`."""
         return read_target_config(self.directory)
 
     @property
@@ -97,7 +96,6 @@ class TargetFiles:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """The hash of `weights_fingerprint`."""
         return weights_fingerprint(self.directory)
 
 

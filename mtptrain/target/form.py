@@ -92,7 +92,6 @@ _FOUND: dict[tuple[type, str], TargetForm] = {}
 
 
 def find_form(config: PreTrainedConfig) -> TargetForm:
-    """Returns how the model of a config is built."""
     key = type(config), config.to_json_string()
     if key not in _FOUND:
         dtype = torch.get_default_dtype()
@@ -169,7 +168,6 @@ class _Probe:
         return UserError(f"target.path: {must}, but {found}; choose another target")
 
     def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
-        """Returns the decoder and the list of its layers."""
         for module in self.model.modules():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) == self.config.num_hidden_layers:
@@ -248,7 +246,6 @@ class _Probe:
         return None
 
     def _norm_offset(self, norm: nn.Module) -> float:
-        """Returns what the final norm adds to its weight."""
         weight: Any = getattr(norm, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.shape != self.stream.shape[-1:]:
             found = f"{type(norm).__name__} has none"

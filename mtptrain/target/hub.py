@@ -32,8 +32,7 @@ DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path", is_whole: bool = True) -> Path:
     """Returns a model's local directory. `path` is `demo`, a directory, a GGUF file, or a hub name.
 
-    A hub repository is downloaded, as a whole or only its config.json, and a GGUF file dequantised, if that has not
-    been done before. `setting` is the name of the setting, for error messages.
+    If needed, a hub repository is downloaded, as a whole or only its config.json, and a GGUF file dequantised.
     """
     if path == DEMO:
         return DEMO_DIR
@@ -96,10 +95,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def weight_files(target_dir: Path) -> list[Path]:
-    """Returns the safetensors files of a checkpoint, single or sharded.
-
-    Without an index, `model.safetensors` is the whole checkpoint, whatever is beside it.
-    """
+    """Returns a checkpoint's safetensors files; without an index, `model.safetensors` alone if there is one."""
     index, single = target_dir / INDEX, target_dir / "model.safetensors"
     if index.is_file():
         files = [target_dir / name for name in indexed_files(index)]

@@ -16,8 +16,6 @@ MTP_LAYERS = "model.mtp_layers."
 
 
 class MiMoConfig(Qwen2Config):
-    """Qwen2's config under MiMo's model type."""
-
     model_type = "mimo"
 
 

@@ -221,10 +221,7 @@ class Verified:
 
     @property
     def last_index(self) -> torch.Tensor:
-        """Index [B] into S of the token before the newest one, from which the next draft starts.
-
-        It is -1 for a sequence that has ended, whose draft does not count.
-        """
+        """Index [B] into S of the token before the newest one, where drafts start; -1 if a sequence has ended."""
         return self.num_tokens - 2 - self.positions[:, 0]
 
     @property

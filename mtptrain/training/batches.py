@@ -238,7 +238,6 @@ class BatchSchedule:
         return balance(documents, self.store.document_lengths, self.costs, self.batch_tokens)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
-        """Returns this rank's batches of a step."""
         of_rank = self.documents_of(step)[rank::world_size]
         anchors = None
         if self.drafts_per_document is not None:

@@ -61,8 +61,6 @@ OPTIMISATION_SETTINGS = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
-
     step: int = 0
     best_acceptance_length: float = 0.0
 
@@ -109,10 +107,7 @@ def describe_newest(directory: Path) -> str:
 def save_checkpoint(
     engine: "DeepSpeedEngine", directory: Path, progress: Progress, facts: dict[str, object], keep: int, ranks: Ranks
 ) -> None:
-    """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`.
-
-    Unfinished and torn folders are removed before the state is written. `facts` must not change when the run resumes.
-    """
+    """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`."""
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:

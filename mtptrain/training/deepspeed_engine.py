@@ -119,11 +119,7 @@ def build_engine(
     num_accumulated: int,
     ranks: Ranks,
 ) -> "DeepSpeedEngine":
-    """Returns DeepSpeed's engine for a head.
-
-    `config` is DeepSpeed's as the user wrote it, accepted by `check_deepspeed`, and `num_accumulated` is the number of
-    micro-batches per rank and step.
-    """
+    """Returns DeepSpeed's engine for a head, with a config that `check_deepspeed` has accepted."""
     prepare_single_process()
     # DeepSpeed would compile its shared-memory collectives on first use. gloo's are fast enough for a small head.
     __compatible_ops__["deepspeed_shm_comm"] = False

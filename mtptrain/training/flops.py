@@ -25,7 +25,6 @@ class StepFlops:
     """`Head.sliding_share`."""
 
     def of(self, packing: Packing) -> float:
-        """Returns the FLOPs of a step over a packed batch."""
         return (
             self.per_token * len(packing.positions)
             + self.per_draft_position * len(packing.draft_positions)

@@ -25,9 +25,7 @@ Answered = tuple[list[int], Generation]
 class HeldOutLosses:
     """Means over the drafts that count at each depth, those of tokens of the answers, and the number of these drafts.
 
-    A mean without drafts is None.
-
-    They are computed with teacher forcing: the head reads the target's tokens, never its own drafts.
+    A mean without drafts is None. The head reads the target's tokens, never its own drafts (teacher forcing).
     """
 
     loss_at: list[Figure]

@@ -25,8 +25,6 @@ from mtptrain.training.teacher import Teacher, teach
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of the loss: which one to compute, and how."""
-
     mix: dict[LossPart, float] = field(default_factory=lambda: {LossPart.kl: 1.0})
     """The weight of each part, above 0."""
     chunk_rows: int = 1536

@@ -97,10 +97,7 @@ def curves(metrics: dict[str, object]) -> dict[str, object]:
 
 
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
-    """Log the acceptance report's figures and files to wandb, in the same group as the training run.
-
-    If wandb fails, this prints a warning: the report itself is complete.
-    """
+    """Log an acceptance report to wandb, in the group of the training run; warn if that fails."""
     try:
         run = start_wandb(directory, config, "acceptance")
         run.log(curves(figures))

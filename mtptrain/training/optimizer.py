@@ -29,10 +29,7 @@ EPSILON = 1e-8
 
 
 def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Returns the optimizer of the settings for a head, whose weights ZeRO may divide among the ranks.
-
-    Muon orthogonalises matrices in the dtype of training.
-    """
+    """Returns the optimizer of the settings for a head, whose weights ZeRO may divide among the ranks."""
     betas = settings.betas[0], settings.betas[1]
     if settings.optimizer is OptimizerKind.adamw:
         return torch.optim.AdamW(
@@ -112,10 +109,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return nesterov
 
     def _updates(self, nesterov: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the updates of the matrices of which this rank holds a part, from its part of all momenta, flat.
-
-        Each comes with its place in this part.
-        """
+        """Yields places in this rank's part of all momenta, flat, and the updates there, matrix by matrix."""
         size, begin = len(nesterov), 0
         whole, first = self._gathered(nesterov), self._ranks.rank * size
         for shape in self._shapes:

@@ -55,10 +55,7 @@ class Anchors:
 
 
 def document_costs(store: HiddenStates, most_drafts: float = math.inf) -> NDArray[np.float64]:
-    """Returns the training cost of each document: 1 per draft position, plus attention and keys; 0 if it has none.
-
-    A step uses at most `most_drafts` draft positions of a document.
-    """
+    """Returns each document's training cost: 1 per draft position that is used, plus attention; 0 without any."""
     return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
 
 
@@ -201,10 +198,7 @@ def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], 
 def _swap(
     costly: list[int], cheap: list[int], lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int
 ) -> bool:
-    """Swaps the pair of documents that best evens out the costs of two micro-batches.
-
-    Returns False, without a swap, if no pair reduces the difference by at least 1 %.
-    """
+    """Swaps the two documents that best even out two micro-batches. Returns False if no pair gains at least 1 %."""
     gap = costs[costly].sum() - costs[cheap].sum()
     moved = costs[costly][:, None] - costs[cheap]  # cost that each swap moves from costly to cheap
     longer = lengths[costly][:, None] - lengths[cheap]

@@ -32,7 +32,6 @@ def teach(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher
 
 
 def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns a teacher that holds logits."""
     largest, total, smallest, tokens = _totals(mark_width_static(logits))
     # The last term turns a logit of -inf into NaN. The sum of exponentials would hide such a logit.
     log_total = largest + total.log() + 0 * smallest
@@ -66,7 +65,6 @@ def _own_logits(
 
 
 def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
-    """Returns a teacher that holds probabilities."""
     probs, total, product, tokens = _softmax(logits)
     if draft_token_ids is None:
         return Teacher(probs, None, product / total - total.log(), tokens.long(), None)

@@ -170,10 +170,7 @@ def learning_rate(settings: TrainConfig, step: int, num_steps: int) -> float:
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate at `step` (from 0) as a share of its peak.
-
-    Linear warm-up, then cosine decay to `min_ratio`.
-    """
+    """Returns the learning rate at `step` (from 0) as a share of its peak, which falls to `min_ratio`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

@@ -29,8 +29,6 @@ from mtptrain.utils.distributed import Ranks
 
 @dataclass(frozen=True)
 class Validated:
-    """The results of validating a head once."""
-
     acceptance: Acceptance
     held_out: HeldOutLosses | None
     """Losses over the target's answers to the same prompts; None for an fp32 target on a GPU."""
@@ -95,10 +93,7 @@ class Validation:
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
-        """Validates a head that is ready to draft, on the prompts of all ranks.
-
-        `description` is the label of the progress bar; None shows none.
-        """
+        """Validates a head that is ready to draft, on the prompts of all ranks. A description labels a progress bar."""
         if self._loaded is None:
             self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
         num_drafts = self.settings.num_speculative_tokens

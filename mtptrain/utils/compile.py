@@ -38,7 +38,6 @@ def eager() -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Returns whether GPU kernels process x."""
     return x.is_cuda
 
 

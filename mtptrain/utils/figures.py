@@ -11,7 +11,6 @@ def share(count: float, of: float) -> Figure:
 
 
 def shares(counts: Sequence[float], of: Sequence[float]) -> list[Figure]:
-    """Returns `share` of each pair."""
     return [share(*pair) for pair in zip(counts, of, strict=True)]
 
 

@@ -64,11 +64,7 @@ def written_whole(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
-    """Write a text file atomically.
-
-    `temporary` is the path of the incomplete file, by default `path`.tmp. Processes that write the same file at once
-    must each pass a different one.
-    """
+    """Write a text file atomically. Processes that write one at the same time must pass different temporary paths."""
     temporary = temporary or path.with_name(path.name + ".tmp")
     with written_whole(path, temporary):
         temporary.write_text(text, encoding="utf-8")
@@ -131,7 +127,6 @@ def unsealed(content: Any, where: str, advice: str) -> dict[str, Any]:
 
 
 def refuse_absent(path: Path, advice: str) -> None:
-    """Raises UserError if a file does not exist."""
     if not path.is_file():
         raise UserError(f"{path}: must exist, but does not; {advice}")
 
@@ -144,7 +139,6 @@ def refuse_changed(path: Path, described: object, advice: str) -> None:
 
 
 def describe_file(path: Path) -> dict[str, object]:
-    """Returns the size and the hash of a file."""
     return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
@@ -266,10 +260,7 @@ def save_described(weights: Path, tensors: dict[str, "torch.Tensor"], record: Pa
 
 
 def remove_files(directory: Path, names: Collection[str]) -> None:
-    """Remove the named files of a directory, in this order, with what a killed atomic write has left of each.
-
-    Then remove the directory, unless it holds anything else.
-    """
+    """Remove these files, in this order, with what a killed write left of each, then the directory if it is empty."""
     for name in names:
         for suffix in ("", ".tmp", ".tmp.tmp"):  # a head's NAME.tmp is itself written atomically
             (directory / f"{name}{suffix}").unlink(missing_ok=True)

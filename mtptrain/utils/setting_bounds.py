@@ -17,8 +17,6 @@ BOUND = "bound"
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound of a setting."""
-
     holds: Callable[[Any], bool]
     requirement: str
     """Completes "must ..." in the error message."""
@@ -104,7 +102,6 @@ def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, 
 
 
 def check_bounds(settings: Any) -> None:
-    """Raises UserError if a setting is out of bounds."""
     for name, (bound, value) in bounded_settings(settings).items():
         if isinstance(value, int) and value >= 2**63 and bound.holds(value):
             raise UserError(f"{name}: must be below 2**63, but is {value}; correct it")

@@ -20,7 +20,6 @@ _started_stage: str | None = None
 
 
 def start_stage(name: str) -> None:
-    """Remember which stage this process runs."""
     global _started_stage
     _started_stage = name
 

@@ -40,8 +40,6 @@ of a layer with experts."""
 
 
 class Openvino(RunningEngine):
-    """OpenVINO GenAI in an environment of its own."""
-
     name = "OpenVINO"
     version = VERSION
     formats = {  # noqa: RUF012 (never changed)
@@ -111,13 +109,11 @@ class Openvino(RunningEngine):
         return served.serving.openvino_weights is not OpenvinoWeights.fp32
 
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
-        """Returns greedy answers to prompts of token ids, and the drafts accepted in each round."""
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
             job = job_of(served, num_drafts, Path(directory))
             return [decode(served.program, job | each._asdict()) for each in asked]
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
-        """Returns what OpenVINO counts for our answers, and a sentence on its rules."""
         accepted = []
         for generation in generations:
             rounds, position = [], 1  # the target chose token 0 itself
@@ -174,7 +170,6 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(python: Path, job: dict[str, Any]) -> EngineRun:
-    """Returns the greedy answers to the prompts of a job."""
     result = run(python, "decode", job)
     accepted = accepted_of(result["steps"])
     return EngineRun(result["version"], result["tokens"], counts_of(accepted, job["num_speculative_tokens"]), accepted)

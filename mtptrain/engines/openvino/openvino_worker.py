@@ -99,8 +99,6 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Request:
-    """A request in flight."""
-
     handle: Any
     start: float
     steps_s: list[float] = field(default_factory=list)
@@ -143,7 +141,6 @@ def run_load(pipeline: Any, load: dict[str, Any], requests: dict[str, Any], num_
 
 
 def generation_config(pipeline: Any, requests: dict[str, Any], num_drafts: int) -> Any:
-    """Returns the settings of a request: greedy decoding, its limits, and the ends of answers of the target."""
     config, ends = openvino_genai.GenerationConfig(), pipeline.get_config()
     config.eos_token_id, config.stop_token_ids = ends.eos_token_id, ends.stop_token_ids
     config.max_new_tokens, config.ignore_eos = requests["max_new_tokens"], requests["ignore_eos"]
@@ -154,7 +151,6 @@ def generation_config(pipeline: Any, requests: dict[str, Any], num_drafts: int) 
 
 
 def run_loads(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results of all loads of a job."""
     draft, num_drafts = {}, job["num_speculative_tokens"]
     if num_drafts:
         draft["draft_model"] = openvino_genai.draft_model(job["converted_head"], "CPU", **threads())

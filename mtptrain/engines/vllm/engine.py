@@ -61,8 +61,6 @@ DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 
 
 class Vllm(RunningEngine):
-    """vLLM in an environment of its own."""
-
     name = "vLLM"
     version = client.VERSION
     formats = {  # noqa: RUF012 (never changed)

@@ -57,8 +57,6 @@ V2_RUNNER = (
 
 
 class VllmFormat(Format):
-    """The launch command and the notes that vLLM's formats share."""
-
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         facts = {"method": self.method, "speculative_settings": self.speculative_settings}
         settings = speculative_config(facts | {"holds_target": self.holds_target}, directory, num_speculative_tokens)
@@ -226,7 +224,6 @@ class VllmMedusa(VllmFormat):
         }
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's lm_head in a separate file."""
         lm_head = load_frozen_parts(target_dir).lm_head
         save_tensors(directory / self.lm_head_name, {"lm_head.weight": lm_head})
 
@@ -420,10 +417,7 @@ class VllmNativeMtp(WholeCheckpoint):
         return {}
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's config, tokenizer and weights, except those of its own module, and the index of all.
-
-        The copies of the target's tensors that some modules have stay as they are.
-        """
+        """Add the target's config, tokenizer and weights, except those of its own module, and the index of all."""
         config = read_json(target_dir / "config.json")
         declaring, count = config.get("text_config", config), NATIVE_MTP[self.target.model_type].count
         declaring[count] = declaring.get(count) or 1

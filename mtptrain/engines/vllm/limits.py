@@ -25,7 +25,6 @@ KEEPS_DTYPE = "export for the target in bf16, or train head=eagle3, which keeps 
 
 
 def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields what vLLM does not serve of a head and a target."""
     reads_streams = isinstance(head, (Eagle3Config, DflashConfig))
     if reads_streams and target.model_type in WITHOUT_STREAMS:
         reason = "vLLM's class does not return its residual streams"

@@ -18,14 +18,11 @@ MAX_CONCURRENT_REQUESTS = 16
 
 
 class VllmServer(EngineServer):
-    """A running `vllm serve` at a base URL."""
-
     name = "vLLM"
     program = "vllm serve"
     context_option = "--max-model-len"
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
-        """Ask the server for its version, model and context length."""
         super().__init__(url, log_path)
         self.version = self.read("/version", _version)
         if log_path is None:  # the version in our Python was checked
@@ -59,7 +56,6 @@ class VllmServer(EngineServer):
         return self.read("/tokenize", token_ids, {"model": self.model, **chat})
 
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
-        """Returns how much the drafting counters grew; None if the server does not draft."""
         counts = self.growth_since(before)
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != num_requests:

@@ -17,8 +17,7 @@ def attend_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each segment's queries [Q * rows, heads, head_dim] to its keys [S, kv heads, head_dim].
 
-    Returns:
-        The output [Q * rows, heads, head_dim] and its log-sum-exp f32[Q * rows, heads].
+    Returns the output [Q * rows, heads, head_dim] and its log-sum-exp f32[Q * rows, heads].
     """
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
     for queries, keys in _batches(segments, rows):

@@ -28,13 +28,10 @@ class BlockView:
 
 
 def block_view(packing: Packing, block_size: int, is_causal: bool, window: int | None) -> BlockView:
-    """Returns what the tokens of blocks of R = `block_size` tokens see.
+    """Returns what the tokens of blocks of R tokens see: token i of the block of draft position t is at t + 1 + i.
 
-    Args:
-        packing: documents and draft positions, and for a window the segments of the window W - R.
-        block_size: R. Token i of a block at draft position t is at position t + 1 + i.
-        is_causal: whether a token of a block sees only the tokens of the block up to itself.
-        window: W, above R; None for none.
+    The packing has documents and draft positions, and for a window W, above R, the segments of the window W - R. With
+    `is_causal`, a token of a block sees only the tokens of the block up to itself.
     """
     device = packing.positions.device
     inside = torch.ones(block_size, block_size, dtype=torch.bool, device=device)

@@ -93,8 +93,7 @@ def _attend_to_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
 
-    Returns:
-        The output [M, heads, head_dim] and its log-sum-exp f32[M, heads].
+    Returns the output [M, heads, head_dim] and its log-sum-exp f32[M, heads].
     """
     # Run the first kernel, which has all draft positions, then merge the results of the others into its results.
     first, *others = packing.segments
@@ -135,8 +134,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
-    Returns:
-        The output [Q, heads, head_dim] and its log-sum-exp f32[Q, heads].
+    Returns the output [Q, heads, head_dim] and its log-sum-exp f32[Q, heads].
     """
     is_on_gpu = uses_gpu_kernels(query)
     if is_on_gpu and len(segments.lengths) > MAX_SEGMENTS:

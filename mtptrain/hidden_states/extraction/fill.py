@@ -109,7 +109,6 @@ class OverlappedWriter:
 
 
 def num_tokens(documents: Documents, shards: list[range]) -> int:
-    """Returns the number of tokens in these shards."""
     return sum(
         int(documents.document_offsets[shard.stop] - documents.document_offsets[shard.start]) for shard in shards
     )
@@ -126,11 +125,7 @@ def fill_shards(
     progress_name: str,
     show: bool = True,
 ) -> None:
-    """Write the documents of `shards`, by their indices, into a store that `begin_store` has prepared.
-
-    `num_captured` is L, the number of layers in `aux_hidden_states`; `progress_name` is the name of this process in the
-    progress bar.
-    """
+    """Write the documents of `shards`, by their indices, into a store of `begin_store`. L is `num_captured`."""
     total = num_tokens(documents, list(shards.values()))
     prompts = ([documents.token_ids(i) for i in shard] for shard in shards.values())
     try:

@@ -52,10 +52,7 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields what `Streams` says, fully computed and on the target's device.
-
-        No batch spans two shards, so a shard's bits do not depend on the others.
-        """
+        """Yields what `Streams` says. No batch spans two shards, so a shard's bits do not depend on the others."""
         for prompts in shards:
             yield self._extract_shard(prompts)
 
