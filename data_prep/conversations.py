@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,12 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group, short_hash
-from mtptrain.data.prompt_files import describe_refusals
+from mtptrain.data.prompt_files import describe_refusals, group_refusals
 from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, TEXT_NAMES, RowFormat, parse_row, text_of
 from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS
 from mtptrain.target.hub import HUB_ERRORS
-from mtptrain.utils.errors import UserError, reason_of
+from mtptrain.utils.errors import UserError, error_summary
 
 from .renderings import EncodedItem, RenderedConversation, encode_conversations, render_conversation
 
@@ -85,7 +84,7 @@ class Source:
                 self.origins.append((path, rows, index))
                 self.passed_over |= passed_over
             if len(self.names) == num_before:
-                said = describe_refusals(len(refused), Counter(refused.values()), refused)
+                said = describe_refusals(len(refused), group_refusals(refused))
                 raise UserError(
                     f"{path}: {said}; every file must hold at least one usable row: convert the data, or correct "
                     "prompts.source, prompts.paths, prompts.schema or prompts.roles"
@@ -233,6 +232,6 @@ def _read_hub(name: str, split: str) -> Sequence[Row]:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         raise UserError(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
-            f"cannot be loaded from the hub: {reason_of(cause)}; correct prompts.paths and "
+            f"cannot be loaded from the hub: {error_summary(cause)}; correct prompts.paths and "
             "prompts.split, log in with `hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error

@@ -27,6 +27,7 @@ from mtptrain.data.prompt_files import (
     PromptsManifest,
     Split,
     describe_refusals,
+    group_refusals,
     is_held_out,
     name_hash,
     unused_token,
@@ -41,7 +42,7 @@ from mtptrain.utils.progress import ProgressBar
 
 from .conversations import Source
 from .prompt_sources import read_source
-from .prompts_report import COUNTS, PromptsReport, group_refusals, print_counts
+from .prompts_report import COUNTS, PromptsReport, print_counts
 from .renderings import EncodedItem, Encoding
 
 _BATCH = 64
@@ -209,8 +210,6 @@ def check_vocabulary(item: EncodedItem, vocab_size: int, location: str) -> None:
 
 def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
     """Refuse prompts of which a split is empty, or that train nothing."""
-    refused = {group.reason: group.count for group in report.refused}
-    places = [group.first[0] for group in report.refused]
     empty = [f"{split} holds none" for split, documents in splits.items() if not len(documents)]
     train = splits[Split.train]
     if len(train) and not any(has_drafts(train.mask(i)) for i in range(len(train))):
@@ -218,7 +217,7 @@ def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, promp
     if empty:
         names = ("pattern", "validation_fraction", "max_train_tokens", "max_document_tokens")
         raise UserError(
-            f"prompts.paths: {describe_refusals(report.counts['items'], refused, places)}; each split must hold a "
+            f"prompts.paths: {describe_refusals(report.counts['items'], report.refused)}; each split must hold a "
             "document, with an answer after exactly the prompt that a server sends if it is a conversation, and train "
             f"one in which two generated tokens follow another token, but {' and '.join(empty)}, of "
             f"{report.counts['questions']:,} different questions or files, with "

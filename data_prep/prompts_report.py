@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from mtptrain.cli.tables import wide_console
-from mtptrain.data.prompt_files import Split
+from mtptrain.data.prompt_files import Refusals, Split
 
-_NAMES_SHOWN = 3
 _WRITTEN = {
     "documents": "documents: whole items, windows of longer ones, and those of rewritten answers",
     "tokens": "tokens",
@@ -39,16 +38,6 @@ COUNTS = {
 """The names of counts, over the items that were read before the training split was full, and what each counts."""
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Items left out for one reason."""
-
-    reason: str
-    count: int
-    first: list[str]
-    """Locations of the first few."""
-
-
 @dataclass
 class PromptsReport:
     source: str
@@ -57,15 +46,6 @@ class PromptsReport:
     passed_over: list[str] = field(default_factory=list)
     """Names of columns and message keys that are not read."""
     refused: list[Refusals] = field(default_factory=list)
-
-
-def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """Counts refusals, given by location, by reason: the most frequent first, with the first few locations of each."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in refused.items():
-        by_reason.setdefault(reason, []).append(name)
-    groups = [Refusals(reason, len(names), names[:_NAMES_SHOWN]) for reason, names in by_reason.items()]
-    return sorted(groups, key=lambda group: -group.count)
 
 
 def print_counts(

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,7 +26,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.prompt_files import describe_refusals
+from mtptrain.data.prompt_files import describe_refusals, group_refusals
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
@@ -41,7 +40,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
 
 from ..conversations import Conversations, read_conversations
-from ..prompts_report import group_refusals, print_counts
+from ..prompts_report import print_counts
 from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, RequestFailed
 from .store import (
@@ -90,7 +89,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     sizes, refused = survey(conversations)
     if not sizes:
         raise UserError(
-            f"prompts.paths: {describe_refusals(len(refused), Counter(refused.values()), refused)}; "
+            f"prompts.paths: {describe_refusals(len(refused), group_refusals(refused))}; "
             f"{', '.join(prompts.paths)} must hold at least one conversation that the target can answer: correct the "
             "paths or the data"
         )

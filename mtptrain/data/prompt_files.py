@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from mtptrain.utils.files import read_json, read_manifest, save_tensors, write_s
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE, REPORT_FILE = "documents.jsonl", "report.json"
 AGAIN = "run mtptrain prompts again"
+_SHOWN = 3
 
 
 class Split(StrEnum):
@@ -164,18 +164,37 @@ def require_prompts(directory: Path, name: str) -> Path:
     return directory / name
 
 
-def describe_refusals(num_items: int, refused: Mapping[str, int], places: Iterable[str]) -> str:
-    """Returns how many items were refused, the most frequent reasons, whose counts are given, and the first place."""
-    found = [f"{count:,} ({reason})" for reason, count in Counter(refused).most_common(3)]
-    found += [f"the first is {place}" for place in islice(places, 1)]
-    return f"{sum(refused.values()):,} of {num_items:,} items were refused{': ' * bool(found)}{', '.join(found)}"
+@dataclass(frozen=True)
+class Refusals:
+    """Items left out for one reason."""
+
+    reason: str
+    count: int
+    first: list[str]
+    """Locations of the first few."""
+
+
+def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
+    """Counts refusals, given by location, by reason: the most frequent first, with the first few locations of each."""
+    by_reason: dict[str, list[str]] = {}
+    for place, reason in refused.items():
+        by_reason.setdefault(reason, []).append(place)
+    groups = [Refusals(reason, len(places), places[:_SHOWN]) for reason, places in by_reason.items()]
+    return sorted(groups, key=lambda group: -group.count)
+
+
+def describe_refusals(num_items: int, groups: Sequence[Refusals]) -> str:
+    """Returns how many items were refused, the most frequent reasons, and the first place of the first of these."""
+    found = [f"{group.count:,} ({group.reason})" for group in groups[:_SHOWN]]
+    found += [f"the first is {group.first[0]}" for group in groups[:1]]
+    refused = sum(group.count for group in groups)
+    return f"{refused:,} of {num_items:,} items were refused{': ' * bool(found)}{', '.join(found)}"
 
 
 def refusals_of(directory: Path) -> str:
     """Returns what `describe_refusals` says of finished prompts."""
     report = read_json(directory / REPORT_FILE, AGAIN, ["counts", "refused"])
-    refused = {each["reason"]: each["count"] for each in report["refused"]}
-    return describe_refusals(report["counts"]["items"], refused, [each["first"][0] for each in report["refused"]])
+    return describe_refusals(report["counts"]["items"], [Refusals(**group) for group in report["refused"]])
 
 
 def name_hash(name: str) -> float:

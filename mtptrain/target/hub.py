@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
-from mtptrain.utils.errors import UserError, error_summary, reason_of
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json, tensor_shapes
 
 HUB_ERRORS = (HTTPError, HFValidationError, OSError)
@@ -56,8 +56,8 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
     except HUB_ERRORS as error:
         raise UserError(
             f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
-            f"directory nor a file, and it could not be downloaded: {reason_of(error)}; correct the path, log in with "
-            f"`hf auth login` if the model is gated or private, or download {'it' if is_whole else 'its config'} first"
+            f"directory nor a file, and it could not be downloaded: {error_summary(error)}; correct the path, log in "
+            f"with `hf auth login` if it is gated or private, or download {'it' if is_whole else 'its config'} first"
         ) from error
 
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     # DeepSpeed looks for its accelerator when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from mtptrain.utils.errors import UserError, error_summary, reason_of
+from mtptrain.utils.errors import UserError, error_summary
 
 try:
     import deepspeed
@@ -22,7 +22,7 @@ try:
 except ValueError as error:
     raise UserError(
         f"DS_ACCELERATOR: must name an accelerator that DeepSpeed finds here, but is {os.environ['DS_ACCELERATOR']!r} "
-        f"({reason_of(error)}); `unset DS_ACCELERATOR`"
+        f"({error_summary(error)}); `unset DS_ACCELERATOR`"
     ) from error
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import (

@@ -114,10 +114,5 @@ def error_summary(error: Exception) -> str:
     return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
-def reason_of(error: Exception) -> str:
-    """Returns the beginning of the message of a library's error on one line, or its class if it has no message."""
-    return shorten(str(error), 400, placeholder=" ...") or type(error).__name__
-
-
 def one_line(message: str) -> str:
     return " ".join(message.split())
