@@ -1,11 +1,11 @@
 """Chooses example answers, and marks which of their tokens were accepted drafts."""
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.data.chat_template import INCOMPLETE, decoded
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.speculate import Generation
 
@@ -13,8 +13,6 @@ from .measurement import Measured
 
 NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
 """Number of examples in a report, and number of tokens that they show from the end of each prompt."""
-INCOMPLETE = "\ufffd"
-"""The character to which tokenizers decode a byte of an incomplete character."""
 
 
 def examples(
@@ -65,8 +63,3 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
             parts.append((text[num_shown:], accepted))
             num_shown = len(text)
     return parts
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    # Cleaning up would remove the space before a full stop, and so change text that is already shown.
-    return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))

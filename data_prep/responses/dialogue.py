@@ -17,12 +17,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_text, tokenize_rendered
+from mtptrain.data.chat_template import INCOMPLETE, decoded, render_text, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.target.served_text import PROBE
 
 ASKING_ROLES = ("user", "tool")
-INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character
 
 
 class Ending(StrEnum):
@@ -197,9 +196,5 @@ class Dialogue:
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], token_ids: list[int]) -> str:
     """Returns a response's text, decoded after its prompt: some tokenizers decode the start of a text differently."""
-    prompt, whole = decode(tokenizer, prompt_ids), decode(tokenizer, [*prompt_ids, *token_ids])
-    return whole[len(prompt) :] if whole.startswith(prompt) else decode(tokenizer, token_ids)
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+    prompt, whole = decoded(tokenizer, prompt_ids), decoded(tokenizer, [*prompt_ids, *token_ids])
+    return whole[len(prompt) :] if whole.startswith(prompt) else decoded(tokenizer, token_ids)

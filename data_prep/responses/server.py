@@ -15,11 +15,12 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import ResponsesConfig
+from mtptrain.data.chat_template import INCOMPLETE, decoded
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
 
-from .dialogue import INCOMPLETE, Prompt, Response, Sampling, decode, decode_response
+from .dialogue import Prompt, Response, Sampling, decode_response
 
 API_KEY = "OPENAI_API_KEY"
 """The environment variable of the server's key, which is that of OpenAI's own client."""
@@ -39,8 +40,6 @@ class RequestFailed(Exception):
 
 
 class CompletionServer:
-    """Client of a running server."""
-
     def __init__(
         self,
         url: str,
@@ -151,9 +150,9 @@ class CompletionServer:
                 raise ValueError(f"token_ids must be integers in [0, {self._vocab_size})")
             has_end = reason == "stop" and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
             kept, end = (token_ids[:-1], token_ids[-1:]) if has_end else (token_ids, [])
-            decoded = decode_response(self._tokenizer, prompt_ids, kept)
+            shown = decode_response(self._tokenizer, prompt_ids, kept)
             # Servers differ in spaces and incomplete characters, and some show the token that ends a response.
-            if squashed(text) not in (squashed(decoded), squashed(decoded + decode(self._tokenizer, end))):
+            if squashed(text) not in (squashed(shown), squashed(shown + decoded(self._tokenizer, end))):
                 raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
             return Response(kept, end, reason == "length")
         except (LookupError, TypeError, AttributeError, ValueError) as error:

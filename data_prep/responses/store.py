@@ -68,10 +68,7 @@ COUNTS: dict[str, tuple[str, Callable[[RegeneratedConversation], int]]] = {
     "answer_tokens": ("tokens, with those that end a response", lambda each: sum(each.answer_tokens)),
     "cut": ("responses cut at max_new_tokens, where a conversation ends", lambda each: each.ended_by is Ending.length),
     "texts_changed": ("responses that the template renders with other text", lambda each: each.texts_kept.count(False)),
-    "tokens_changed": (
-        "responses rendered with other tokens of the same text",
-        lambda each: each.tokens_changed,
-    ),
+    "tokens_changed": ("responses rendered with other tokens of the same text", lambda each: each.tokens_changed),
 }
 """What is counted over conversations.jsonl: by its name, what the report calls it, and its number in a conversation."""
 

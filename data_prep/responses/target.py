@@ -58,7 +58,10 @@ def generate(
         on_step(len(grown))
         is_running = torch.tensor([not _has_ended(responses[row], sampling) for row in rows.tolist()])
         if not is_running.any():
-            return [_response(tokens, sampling.stop_token_ids) for tokens in responses]
+            return [
+                Response(ids[:-1], ids[-1:], False) if ids[-1] in sampling.stop_token_ids else Response(ids, [], True)
+                for ids in responses
+            ]
         if (~is_running).float().mean() >= SHARE_TO_DROP:
             rows, newest = rows[is_running], newest[is_running]
             cache.select(is_running)
@@ -70,13 +73,6 @@ def generate(
 
 def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:
     return len(tokens) == sampling.max_new_tokens or bool(tokens and tokens[-1] in sampling.stop_token_ids)
-
-
-def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
-    """Returns a response, separated from its end-of-sequence token."""
-    if token_ids[-1] in stop_token_ids:
-        return Response(token_ids[:-1], token_ids[-1:], False)
-    return Response(token_ids, [], True)
 
 
 def regenerate_with_target(

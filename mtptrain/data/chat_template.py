@@ -73,6 +73,15 @@ def prompt_text(
         ) from error
 
 
+INCOMPLETE = "\ufffd"
+"""The character to which tokenizers decode a byte of an incomplete character."""
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    # Cleaning up would remove the space before a full stop.
+    return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
 def tokenize_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the token ids of a rendered text, which already holds all special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
