@@ -14,7 +14,7 @@ the head combined with prompt lookup), and the head at other temperatures and co
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -179,44 +179,37 @@ def candidates_of(
     def sampler(temperature: float) -> Sampler:
         return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k)
 
+    def drafter(sample_drafts: bool = settings.sample_drafts, threshold: float = 0.0) -> HeadDrafter:
+        return HeadDrafter(run_head.head, target.parts, depths, sample_drafts, threshold)
+
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(run_head.head, sampler(temperature), vocab_size, depths)
-        drafter = HeadDrafter(run_head.head, target.parts, depths, sample_drafts)
-        return Candidate(drafter, sampler(temperature), quality)
+        return Candidate(drafter(sample_drafts), sampler(temperature), quality)
 
-    head = head_candidate(settings.temperature, settings.sample_drafts)
-    candidates = {"head": head}
+    def draft_model() -> HeadDrafter:
+        assert model is not None, "see check_acceptance"
+        return HeadDrafter(model, target.parts, depths, settings.sample_drafts)
+
+    baselines: dict[Baseline, Callable[[], Drafter]] = {
+        Baseline.none: NoDrafter,
+        Baseline.prompt_lookup: lambda: PromptLookupDrafter(depths),
+        Baseline.model: draft_model,
+        Baseline.tree: lambda: TreeDrafter(
+            run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k
+        ),
+        Baseline.hybrid: lambda: HybridDrafter(drafter()),
+    }
+    candidates = {"head": head_candidate(settings.temperature, settings.sample_drafts)}
     for name, sampling in served.items():
-        drafter = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts)
-        candidates[name] = Candidate(drafter, Sampler(seed=settings.seed + rank, **sampling))
+        candidates[name] = Candidate(drafter(), Sampler(seed=settings.seed + rank, **sampling))
     for baseline in settings.baselines:
-        candidates[baseline] = Candidate(
-            baseline_drafter(baseline, settings, run_head, target, model), sampler(settings.temperature)
-        )
+        candidates[baseline] = Candidate(baselines[baseline](), sampler(settings.temperature))
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
         candidates[f"temperature_{temperature:g}_sampled_drafts"] = head_candidate(temperature, sample_drafts=True)
     for threshold in settings.confidence_thresholds:
-        drafter = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts, threshold)
-        candidates[f"confidence_{threshold:g}"] = Candidate(drafter, sampler(settings.temperature))
+        candidates[f"confidence_{threshold:g}"] = Candidate(drafter(threshold=threshold), sampler(settings.temperature))
     return candidates
-
-
-def baseline_drafter(
-    name: Baseline, settings: AcceptanceConfig, run_head: RunHead, target: Target, model: Head | None
-) -> Drafter:
-    depths = settings.num_speculative_tokens
-    if name == Baseline.none:
-        return NoDrafter()
-    if name == Baseline.prompt_lookup:
-        return PromptLookupDrafter(depths)
-    if name == Baseline.model:
-        assert model is not None
-        return HeadDrafter(model, target.parts, depths, settings.sample_drafts)
-    if name == Baseline.tree:
-        return TreeDrafter(run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
-    head = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts)
-    return HybridDrafter(head)
 
 
 def report(
