@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,22 +57,12 @@ class Batch:
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """Returns the batch on `device` with states decoded to `dtype`. e4m3 states are decoded on the device."""
         moved = map_tensors(self, lambda x: x.to(device, non_blocking=True))
-        aux_hidden_states = moved.aux_hidden_states
-        return replace(
-            moved,
-            hidden_states=_decoded(moved.hidden_states, moved.hidden_states_scales, dtype),
-            aux_hidden_states=(
-                None
-                if aux_hidden_states is None
-                else _decoded(aux_hidden_states, moved.aux_hidden_states_scales, dtype)
-            ),
-            hidden_states_scales=None,
-            aux_hidden_states_scales=None,
-        )
-
-
-def _decoded(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return states.to(dtype) if scales is None else decode(states, scales, dtype)
+        decoded: dict[str, Any] = {"hidden_states_scales": None, "aux_hidden_states_scales": None}
+        for name in ("hidden_states", "aux_hidden_states"):
+            states, scales = getattr(moved, name), getattr(moved, scales_of(name))
+            if states is not None:
+                decoded[name] = states.to(dtype) if scales is None else decode(states, scales, dtype)
+        return replace(moved, **decoded)
 
 
 def make_batch(
