@@ -116,10 +116,7 @@ class StoredDocument:
 
 
 class HiddenStates(ABC):
-    """Hidden states of documents, in shards on disk. A shard is mapped when something in it is first read.
-
-    `HiddenStore` is finished; `StreamedStates` is still being written, and deleted as training reads it.
-    """
+    """Hidden states of documents, in shards on disk. A shard is mapped when something in it is first read."""
 
     more_advice = ""
     """Added to what an error about a damaged document says to do."""
@@ -263,8 +260,10 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress
     ) as bar:
         for index, record in records.items():
+            path = store.directory / record.file
             try:
-                _check_bytes(store.directory, index, record)
+                _check_length(store.directory, index, record)
+                _refuse_damaged(path, f"sha256 of shard {index}", record.sha256, file_sha256(path))
             except UserError as error:
                 damaged[index] = str(error)
             bar.update(record.num_bytes)
@@ -277,12 +276,6 @@ def _refuse_damaged(path: Path, what: str, expected: str, found: str, more_advic
             f"{path}: the {what} must be {expected}, but is {found}: bytes were changed or damaged after they were "
             f"written; {REMEDY}{more_advice}"
         )
-
-
-def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
-    _check_length(directory, index, record)
-    path = directory / record.file
-    _refuse_damaged(path, f"sha256 of shard {index}", record.sha256, file_sha256(path))
 
 
 def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:

@@ -103,10 +103,7 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
 def wait_together(
     is_done: Callable[[], bool], ranks: Ranks, stop: StopSignal, waiting_for: str
 ) -> signal.Signals | None:
-    """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received.
-
-    The first rank prints what all of them are waiting for if that takes more than `REPORT_AFTER_S`.
-    """
+    """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received."""
     started, is_silent = time.monotonic(), not ranks.is_first
     while not all(ranks.gather(is_done())):
         if (stopped_by := stop.agreed()) is not None:
@@ -147,10 +144,7 @@ class StreamedStates(HiddenStates):
         ranks: Ranks,
         stop: StopSignal,
     ) -> "StreamedStates":
-        """Wait on all ranks until extraction has created the store, and open it for reading while extraction fills it.
-
-        If one of them receives a stop signal meanwhile, all end with the exit code of an interrupted training.
-        """
+        """Wait on all ranks until extraction has created the store, or end with a stop signal; then open the store."""
         if (directory / MANIFEST).exists():
             raise UserError(
                 "train.stream: must be false if the hidden states are finished, but is true and "

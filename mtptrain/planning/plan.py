@@ -10,14 +10,12 @@ or `UNKNOWN_TOKENS`.
 
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
@@ -154,7 +152,8 @@ class Plan:
             )
         # 2. States in flight: those of the longest document and of two batches, one of which is written. vLLM allocates
         # a page in every layer, and tensor parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
-        streams = streams_bytes_per_token(self.config, self.target_config, self.captured)
+        num_streams = len({*self.captured, self.target_config.num_hidden_layers})  # written once each
+        streams = num_streams * int(self.target_config.hidden_size) * getattr(torch, settings.dtype).itemsize
         self.written_bytes = streams if is_vllm else 0
         if not is_vllm:
             return
@@ -330,12 +329,6 @@ def print_plan(config: PipelineConfig) -> None:
     console.print(table)
     for warning in plan.warnings:
         console.print(f"WARNING {warning}", highlight=False, soft_wrap=True)
-
-
-def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes of a token's streams, the captured ones and the last, which vLLM's worker writes once each."""
-    num_streams, hidden_size = len({*captured, target_config.num_hidden_layers}), int(target_config.hidden_size)
-    return num_streams * hidden_size * int(getattr(torch, config.hidden_states.dtype).itemsize)
 
 
 def _free_disk(path: Path) -> int:

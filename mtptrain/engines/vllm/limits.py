@@ -59,16 +59,11 @@ def why_not_native(target: PreTrainedConfig) -> Iterator[Refusal]:
 def why_not_mtp(head: MtpConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     """Yields what vLLM does not serve of head `mtp`: for a mimo target its class is MiMo's, otherwise DeepSeek's."""
     yield from quantised(target, "vLLM builds the layers of this head with the target's quantisation", KEEPS_DTYPE)
-    for setting, reason in (
-        (
-            "prenorm_states",
-            "vLLM passes a head the states before the final norm if the target is a mimo, otherwise those after it",
-        ),
-        (
-            "zero_first_embedding",
-            "of the vLLM classes that serve this head, only MiMo's zeroes the embedding at position 0",
-        ),
-    ):
+    of_mimo = {
+        "prenorm_states": "vLLM passes a head the states before the final norm only if the target is a mimo",
+        "zero_first_embedding": "of the vLLM classes for this head, only MiMo's zeroes the embedding at position 0",
+    }
+    for setting, reason in of_mimo.items():
         if getattr(head, setting) != is_mimo(target):
             must_be, is_set = "true for a mimo target and false for any other", str(getattr(head, setting)).lower()
             yield Refusal(f"head.{setting}", must_be, is_set, reason, "change it and train again")

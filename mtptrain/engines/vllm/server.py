@@ -24,7 +24,7 @@ class VllmServer(EngineServer):
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
         super().__init__(url, log_path)
-        self.version = self.read("/version", _version)
+        self.version = self.read("/version", lambda body: str(parse_json(body, "version")["version"]))
         if log_path is None:  # the version in our Python was checked
             warn_of_untested(self.version, f"serving.url={self.shown_url}")
         self.model, self.root, self.max_model_len = self.read("/v1/models", _model)
@@ -99,10 +99,6 @@ def is_same_model(root: str, target: TargetFiles) -> bool:
     if Path(root).is_dir():
         return weights_fingerprint(Path(root)) == target.weights_sha256
     return Path(root).name.lower() in (Path(target.path).name.lower(), target.directory.name.lower())
-
-
-def _version(body: bytes) -> str:
-    return str(parse_json(body, "version")["version"])
 
 
 def _model(body: bytes) -> tuple[str, str, int]:

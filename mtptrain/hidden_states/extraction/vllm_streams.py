@@ -139,12 +139,19 @@ class VllmStreams:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             self._raise_failure()
-        for index, path in enumerate(paths):
+        num_streams = len(self._layer_ids)
+        for index, (path, prompt) in enumerate(zip(paths, prompts, strict=True)):
             tensors = load_file(path)
             path.unlink()
-            states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-            _check_states(shard, prompts, index, states, token_ids, len(self._layer_ids))
-            yield index, states if self._columns == list(range(len(self._layer_ids))) else states[:, self._columns]
+            states, ids = tensors["hidden_states"], tensors["token_ids"]  # [n, layers, H], [n]
+            if states.shape[:2] != (len(prompt), num_streams) or not np.array_equal(ids.numpy(), prompt):
+                raise UserError(
+                    f"vLLM: document {index} of the {len(prompts)} in shard {shard} of this process must have "
+                    f"{num_streams} states for each of its {len(prompt)} tokens, but has {states.shape[1]} for "
+                    f"{len(states)}, perhaps of others; set hidden_states.backend=transformers, or use the version of "
+                    "vLLM that mtptrain was tested with"
+                )
+            yield index, states if self._columns == list(range(num_streams)) else states[:, self._columns]
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -170,24 +177,6 @@ class VllmStreams:
         raise UserError(
             f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its "
             "last lines:\n" + "\n".join(lines[-SHOWN_LINES:])
-        )
-
-
-def _check_states(
-    shard: int,
-    prompts: Sequence[NDArray[np.int32]],
-    index: int,
-    states: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_streams: int,
-) -> None:
-    """Raises UserError if states [n, layers, H] belong to other tokens than a prompt's, or have another shape."""
-    prompt = prompts[index]
-    if states.shape[:2] != (len(prompt), num_streams) or not np.array_equal(token_ids.numpy(), prompt):
-        raise UserError(
-            f"vLLM: document {index} of the {len(prompts)} in shard {shard} of this process must have {num_streams} "
-            f"states for each of its {len(prompt)} tokens, but has {states.shape[1]} for {len(states)}, perhaps of "
-            "others; set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
         )
 
 
