@@ -25,10 +25,7 @@ Row = dict[str, Any]
 
 
 def run_benchmark(main: Callable[[PipelineConfig, argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Call `main` with the settings that the overrides on the command line compose, and the benchmark's own options.
-
-    Everything that begins with dashes is an option. `options.command` is the whole command.
-    """
+    """Call `main` with the settings that the overrides on the command line compose, and the benchmark's own options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--repeats", type=positive, default=3, help="runs of each candidate; the fastest counts")
     options, sys.argv[1:] = parser.parse_known_args(namespace=argparse.Namespace(command=command()))

@@ -100,7 +100,6 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
 
 
 def rows_of_eagle3(measure: Callable[..., list[Row]], options: argparse.Namespace) -> list[Row]:
-    """Measures the steps that the docstring of this module lists."""
     head, smallest, rows = Eagle3Config(ttt_steps=3), options.hidden_sizes[0], list[Row]()
     compared = [(size, documents_of(tokens)) for size in options.hidden_sizes for tokens in options.tokens]
     for hidden_size, documents in (*compared, (smallest, [(1000, 900)] * 2)):
@@ -138,7 +137,6 @@ def narrow_target(hidden_size: int, vocab_size: int = 4096) -> LlamaConfig:
 
 
 def measure_cases(config: PipelineConfig, ranks: Ranks, repeats: int, *cases: Case) -> list[Row]:
-    """Measures the step of each case in turns, and prints their JSON."""
     steps = [MeasuredStep(config, ranks, case) for case in cases]
     best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, repeats)
     rows = [step.row(seconds) for step, seconds in zip(steps, best.values(), strict=True)]
@@ -147,8 +145,6 @@ def measure_cases(config: PipelineConfig, ranks: Ranks, repeats: int, *cases: Ca
 
 
 class MeasuredStep:
-    """The trainer's own step on a batch of random documents."""
-
     def __init__(self, config: PipelineConfig, ranks: Ranks, case: Case) -> None:
         torch.manual_seed(0)
         self.case, self.device, head = case, ranks.device, build_head(case.head, case.target)
@@ -164,7 +160,6 @@ class MeasuredStep:
         self.trainer.clock.read()  # forgets these steps
 
     def seconds(self) -> float:
-        """Runs a step and returns its duration."""
         started = time.perf_counter()
         self.trainer.step([self.batch])
         if self.device.type == "cuda":

@@ -24,10 +24,7 @@ from .text_files import read_text_files
 
 
 def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> tuple[Source, list[str]]:
-    """Returns the usable items of `prompts.paths`, and the name of each one's cluster, all of which go to one split.
-
-    A cluster holds near-duplicate groups. `responses_dir` replaces the conversations if the source is `responses`.
-    """
+    """Returns the usable items of `prompts.paths`, and the name of each one's cluster, all of which go to one split."""
     if not prompts.paths:
         raise UserError(
             f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "

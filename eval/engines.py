@@ -36,7 +36,6 @@ def output_folder(config: PipelineConfig, program: str) -> StageDir:
 
 
 def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | None:
-    """Returns the running server of `serving.url`, if that is set."""
     serving, kind = run.config.serving, running_engine(run.config.serving.engine).server
     if serving.url is None:
         return None

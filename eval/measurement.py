@@ -126,7 +126,6 @@ class Share:
 
 
 def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> list[dict[str, list[int]]]:
-    """Returns the prompts, by id, in the batches that `token_batches` forms."""
     ids = list(prompts)
     lengths = [len(prompt) for prompt in prompts.values()]
     batches = token_batches(lengths, settings.max_new_tokens, settings.batch_size, settings.batch_tokens)

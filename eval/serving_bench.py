@@ -66,7 +66,6 @@ def prepare(run: Run, output_dir: Path) -> Bench:
 
 
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
-    """Write the report, the plot and the engines' settings, and print the table."""
     config, settings, serving = bench.config, bench.config.acceptance, bench.config.serving
     served = bench.served if isinstance(bench.served, Served) else None
     engine, speeds = running_engine(serving.engine), speeds_of(rows)

@@ -122,7 +122,6 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
 
 
 def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mapping[str, Any]) -> str:
-    """Returns the README: how to serve the directory, its measured acceptance, and facts of its training data."""
     config, engine, is_chat = run.config, engine_of(run.config.export.engine), run.config.prompts.source.is_chat
     served = form.target_name(run.target.name_for_engines)
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
@@ -167,10 +166,7 @@ def mode_note(mode: str, engine: Engine) -> str:
 
 
 def hide_homes(directory: Path) -> None:
-    """Write `~` in place of the user's home in every text that names paths, since an export may be published.
-
-    The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
-    """
+    """Write `~` in place of the user's home in every text that names paths, since an export may be published."""
     optional = ("config.json", "tokenizer_config.json", "generation_config.json")
     for name in (README, *(each for each in optional if (directory / each).is_file())):
         text = (directory / name).read_text(encoding="utf-8")

@@ -101,8 +101,6 @@ def main(config: PipelineConfig) -> None:
 
 @dataclass
 class Training:
-    """Everything that training needs, after every input has been checked."""
-
     config: PipelineConfig
     states: HiddenStates
     schedule: BatchSchedule

@@ -25,7 +25,6 @@ class TokenizerIdentity:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, mode: str = "{}") -> "TokenizerIdentity":
-        """Returns the identity of a tokenizer whose chat template is used in this mode."""
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
         template = json.dumps(tokenizer.chat_template, sort_keys=True)
         return TokenizerIdentity(_sha256(vocabulary.encode()), _sha256(template.encode()), mode)
@@ -86,8 +85,6 @@ class Identity:
 
 @dataclass(frozen=True)
 class StoreIdentity(Identity):
-    """Identity of stored hidden states."""
-
     program = "mtptrain hidden-states"
     capture_layers: tuple[int, ...]
     """Layers of `aux_hidden_states`, in order: k is the residual stream after k decoder layers."""

@@ -73,10 +73,7 @@ def fit(drafts: torch.Tensor) -> Calibration:
 
 
 def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> Figure:
-    """Returns the expected calibration error of the confidences of drafts f64[N], in bins of a tenth.
-
-    It is the distance between a bin's mean confidence and its share accepted, averaged over drafts.
-    """
+    """Returns the expected calibration error of the confidences of drafts f64[N], in bins of a tenth."""
     differences = sums_by_bin(confidences, (confidences - accepted)[:, None])
     return share(float(differences.abs().sum()), len(confidences))
 

@@ -26,10 +26,7 @@ TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 
 
 def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tables: int) -> int:
-    """Returns the bytes that the proof needs: two heads in fp32, and embeddings and lm_head in both bf16 and fp32.
-
-    `num_tables` is 1 if embeddings and lm_head are tied, otherwise 2.
-    """
+    """Returns the bytes of the proof: two heads in fp32, and 1 table (tied) or 2 in both bf16 and fp32."""
     return num_tables * vocab_size * hidden_size * (2 + 4) + 2 * head_parameters * 4
 
 

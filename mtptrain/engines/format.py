@@ -92,7 +92,6 @@ class Format(ABC):
         save_tensors(directory / self.weights_name, tensors)
 
     def read(self, directory: Path) -> Tensors:
-        """Returns the engine's tensors that `write` wrote."""
         return load_file(directory / self.weights_name)
 
     def target_name(self, name_for_engines: str) -> str:

@@ -124,10 +124,7 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
 def started_server(
     kind: type[Server], command: Sequence[Path | str], log_path: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Runs a server, which ends no later than this process, and yields it once it answers.
-
-    Host and port are added to the command, and variables of the environment are set unless the user has set them.
-    """
+    """Runs a server, which ends no later than this process, and yields it once it answers."""
     port = free_port()
     arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]
     with log_path.open("wb") as log:

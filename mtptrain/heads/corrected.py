@@ -59,10 +59,7 @@ class Confident(ABC):
 
     @abstractmethod
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns for each draft the probability f32[B] to be accepted if all before it are.
-
-        The arguments are those of `Corrected.corrected`.
-        """
+        """Inference: returns for each draft the probability f32[B] to be accepted if all before it are."""
 
     @abstractmethod
     def calibrate(self, scale: float, shift: float) -> None:

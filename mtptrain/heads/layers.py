@@ -88,8 +88,6 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Sizes and RoPE of a head's decoder layer."""
-
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int

@@ -21,7 +21,6 @@ _is_on = False
 
 
 def set_compilation(on: bool) -> None:
-    """Set whether `fused` functions are compiled or run eagerly from now on."""
     global _is_on
     _is_on = on
 

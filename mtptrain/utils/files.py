@@ -110,7 +110,6 @@ def read_sealed(
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON object with its seal."""
     return {**content, SEAL: _seal_of(content)}
 
 

@@ -184,7 +184,6 @@ def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) -> EngineCounts:
-    """Returns the counters for the number of accepted drafts in each round of each answer."""
     rounds = [num_accepted for answer in accepted for num_accepted in answer]
     depths = range(max((num_speculative_tokens, *rounds)))
     return EngineCounts(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])

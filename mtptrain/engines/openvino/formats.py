@@ -51,8 +51,6 @@ FAILS_WITH_PENALTIES = (
 
 
 class OpenvinoFormat(Format):
-    """The commands and the notes that OpenVINO's formats share."""
-
     hidden_layers: tuple[int, ...] = ()
     """Layers that must be written into the converted head."""
 
