@@ -111,7 +111,7 @@ def refusal(error: Exception, run_dir: str | None) -> str | None:
 
 def error_summary(error: Exception) -> str:
     """Returns the class and the beginning of the message of a library's error, on one line, to quote in our own."""
-    return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
+    return shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
 
 
 def one_line(message: str) -> str:

@@ -99,7 +99,7 @@ def test_a_data_set_that_cannot_be_loaded_or_has_a_row_that_cannot_is_named(monk
     missing.__cause__ = ImportError("please install 'teich'")
     for loaded, message in (
         (HTTPError("403 Forbidden"), "'a/set' is not a file, and its split 'test' cannot be loaded .*: 403 For"),
-        (missing, "its split 'test' cannot be loaded from the hub: please install 'teich'; correct"),
+        (missing, "its split 'test' cannot be loaded from the hub: ImportError: please install 'teich'; correct"),
         ([broken], r"a/set: every row must be readable, but one is not \('utf-8' codec"),
     ):
         builder = Mock(as_dataset=Mock(side_effect=loaded))
@@ -128,7 +128,7 @@ def test_json_of_a_data_set_is_read_from_its_files_and_split_as_named(
     assert [found.messages(i) for i in range(4)] == [local.messages(i) for i in range(4)]
     assert [found.messages(i)[-1]["content"] for i in range(4)] == texts and len(found.refused) == 1
     assert len(read_conversations(["a/set"], split="train[:2]+test").names) == 3
-    with pytest.raises(UserError, match="its split 'validation' cannot be loaded from the hub: Unknown split"):
+    with pytest.raises(UserError, match="its split 'validation' cannot be loaded from the hub: ValueError: Unknown split"):
         read_conversations(["a/set"], split="validation")
 
 
