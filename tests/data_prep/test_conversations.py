@@ -128,7 +128,7 @@ def test_json_of_a_data_set_is_read_from_its_files_and_split_as_named(
     assert [found.messages(i) for i in range(4)] == [local.messages(i) for i in range(4)]
     assert [found.messages(i)[-1]["content"] for i in range(4)] == texts and len(found.refused) == 1
     assert len(read_conversations(["a/set"], split="train[:2]+test").names) == 3
-    with pytest.raises(UserError, match="its split 'validation' cannot be loaded from the hub: ValueError: Unknown split"):
+    with pytest.raises(UserError, match="split 'validation' cannot be loaded from the hub: ValueError: Unknown"):
         read_conversations(["a/set"], split="validation")
 
 
