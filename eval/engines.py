@@ -35,18 +35,18 @@ def output_folder(config: PipelineConfig, program: str) -> StageDir:
     return StageDir(Path(config.serving.output_dir or config.run_dir) / program, "serving.output_dir")
 
 
-def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | None:
+def find_server(run: Run, prompts: Prompts, num_drafts: int, concurrency: int = 1) -> EngineServer | None:
     serving, kind = run.config.serving, running_engine(run.config.serving.engine).server
     if serving.url is None:
         return None
     assert kind is not None, "see ENGINES_WITH"
     server = kind(serving.url)
     server.check_model(run.target, run.served_head_dir)
-    server.check_context(context_tokens(prompts, run.config.acceptance.max_new_tokens, num_drafts))
+    server.check_room(context_tokens(prompts, run.config.acceptance.max_new_tokens, num_drafts), concurrency)
     return server
 
 
-def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> Served:
+def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path, concurrency: int) -> Served:
     """Returns the target and the export for an engine that is started here, with at most K = `num_drafts`."""
     engine = running_engine(run.config.serving.engine)
     engine.check_target(run.target)
@@ -60,7 +60,7 @@ def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> S
         serving=config.serving,
         dtype=str(config.acceptance.dtype),
         context_tokens=context_tokens(prompts, config.acceptance.max_new_tokens, num_drafts),
-        concurrency=max(config.serving_bench.concurrency),
+        concurrency=concurrency,
         log_dir=log_dir,
         server_args=config.serving_bench.server_args,
     )

@@ -59,7 +59,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     prompts = list(asked.input_ids.values())
     if (server := find_server(run, prompts, most_drafts)) is not None:
         return Bench(config, prompts, output_dir, server)
-    served = find_served(run, prompts, most_drafts, output_dir)
+    served = find_served(run, prompts, most_drafts, output_dir, concurrency)
     engine = running_engine(config.serving.engine)
     engine.check_bench(config.head.name, concurrency, config.acceptance.temperature)
     return Bench(config, prompts, output_dir, served)

@@ -41,7 +41,7 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.figures import shown
+from mtptrain.utils.figures import share, shown
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
@@ -74,23 +74,24 @@ def check_engine(run: Run, output_dir: Path) -> bool:
         settings, config.prompts, run.target, run.stage_dir("prompts"), spare_tokens(num_drafts)
     ).input_ids
     engine, all_prompts = running_engine(config.serving.engine), list(prompts.values())
-    server, served = find_server(run, all_prompts, num_drafts), None
+    concurrency = config.serving_check.concurrency or engine.requests_in_flight
+    server = find_server(run, all_prompts, num_drafts, concurrency)
     if server is None:
-        served = find_served(run, all_prompts, num_drafts, output_dir)
+        served = find_served(run, all_prompts, num_drafts, output_dir, concurrency)
     else:
         check_head(run, all_prompts, num_drafts)
+
+    def ask(*asked: Questions) -> list[EngineRun]:
+        gc.collect()
+        torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
+        return engine.generate(served, num_drafts, asked) if server is None else [server.generate(x) for x in asked]
+
     ours = decode_here(run, prompts)
-    gc.collect()
-    torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     StageDir(output_dir).claim(config)
-    asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids)
+    asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids, concurrency=concurrency)
     again = questions(asked, run.target, engine)
-    if served is None:
-        assert server is not None
-        (theirs, *others), may_round = [server.generate(each) for each in (asked, *again)], server.may_round
-    else:
-        theirs, *others = engine.generate(served, num_drafts, [asked, *again])
-        may_round = engine.may_round(served)
+    theirs, *others = ask(asked, *again)
+    may_round = engine.may_round(served) if server is None else server.may_round
     our_counts, rule = engine.counted(ours.drafted, num_drafts, asked)
     has_rounded_weights = may_round or getattr(run.target.config, "quantization_config", None) is not None
     may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
@@ -99,17 +100,24 @@ def check_engine(run: Run, output_dir: Path) -> bool:
         followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), num_drafts, asked)
         comparison = replace(comparison, our_counts_on_their_answers=followed)
     divergence = None if comparison.is_equal else explain(run, all_prompts, comparison)
+    agrees = comparison.is_equal or (comparison.is_near and (divergence is None or divergence.is_rounding))
+    if not agrees and concurrency > 1:
+        comparison = replace(comparison, alone=ask(asked._replace(concurrency=1))[0].counts)
     asked_again = compare_as_served(run, again, others, theirs.tokens, may_round)
 
     found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
+    found |= {"concurrency": concurrency, "theirs_alone": comparison.alone and asdict(comparison.alone)}
     found["as_served"] = [each.describe() for each in asked_again]
     StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", found)
-    print_table(config, comparison, engine.name, rule)
+    print_table(config, comparison, engine.name, concurrency, rule)
     print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, engine.read_by(run.target))
-    return print_verdict(config, list(prompts), comparison, divergence, has_rounded_weights) and all(
-        each.is_explained for each in asked_again
-    )
+    if not agrees:
+        print(what_differs(list(prompts), comparison, divergence, engine, concurrency), file=sys.stderr)
+    elif not comparison.is_equal:
+        rounded = "rounded weights" if has_rounded_weights else settings.dtype
+        print_rounding(list(prompts), comparison, divergence, rounded)
+    return agrees and all(each.is_explained for each in asked_again)
 
 
 def compare_as_served(
@@ -209,6 +217,8 @@ class Comparison:
     """The engine's counters."""
     our_counts_on_their_answers: EngineCounts | None = None
     """Our counters on the engine's answers, by its rules, if the two sides may round differently."""
+    alone: EngineCounts | None = None
+    """The engine's counters with one request in flight, if they differ from ours with several."""
 
     @property
     def num_plain(self) -> tuple[int, int]:
@@ -265,7 +275,11 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
 
 
 def what_differs(
-    prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: RunningEngine
+    prompt_ids: list[str],
+    comparison: Comparison,
+    divergence: Divergence | None,
+    engine: RunningEngine,
+    concurrency: int = 1,
 ) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
     if divergence is not None:
@@ -282,6 +296,14 @@ def what_differs(
     expected = "have equal counters and give the answers of plain greedy decoding"
     if comparison.our_counts_on_their_answers is not None:
         expected = f"agree in the acceptance length on its answers within {TOLERANCE}, and first differ by rounding"
+    if comparison.alone is not None:
+        alone, together = (
+            ", ".join(shown(share(count, counts.rounds)) for count in counts.accepted_at)
+            for counts in (comparison.alone, comparison.their_counts)
+        )
+        is_same = comparison.alone == comparison.their_counts
+        first += f". With one request in flight, {engine.name} accepts {alone} of its drafts by position, and with "
+        first += f"{concurrency} {together}, so it drafts {'the same' if is_same else 'otherwise'} for several at once"
     return (
         f"serving check: {sides} must {expected}, but {problem}. {first}. In float32, a difference of logits below "
         f"1e-3 is rounding. If there are few rounds, raise acceptance.num_prompts. Otherwise {engine.advice}"
@@ -315,13 +337,13 @@ def report(
     }
 
 
-def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rule: str) -> None:
+def print_table(config: PipelineConfig, comparison: Comparison, engine: str, concurrency: int, rule: str) -> None:
     settings = config.acceptance
     title = (
         f"Serving check: {engine} {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, "
         f"{settings.dtype}"
     )
-    table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts")
+    table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts, {concurrency} in flight")
     table.add_column("", no_wrap=True)
     for column in ("ours", engine, "difference"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -339,28 +361,16 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
         print(rule)
 
 
-def print_verdict(
-    config: PipelineConfig,
-    prompt_ids: list[str],
-    comparison: Comparison,
-    divergence: Divergence | None,
-    has_rounded_weights: bool,
-) -> bool:
-    """Say how the two sides differ with neutral requests. Returns whether they agree as they must."""
-    engine, settings = running_engine(config.serving.engine), config.acceptance
-    if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
+def print_rounding(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, rounded: str) -> None:
+    """Say how far two sides agree that differ by rounding."""
+    print(
+        f"the two sides differ by rounding, as {rounded} may: on the engine's answers, our acceptance length and its "
+        f"own agree within {TOLERANCE}"
+    )
+    if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
         print(
-            f"the two sides differ by rounding, as {'rounded weights' if has_rounded_weights else settings.dtype} may: "
-            f"on the engine's answers, our acceptance length and its own agree within {TOLERANCE}"
+            f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
+            "acceptance.num_prompts, or train the head further"
         )
-        if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
-            print(
-                f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
-                "acceptance.num_prompts, or train the head further"
-            )
-        if divergence is not None:
-            print(f"the first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}")
-        return True
-    if not comparison.is_equal:
-        print(what_differs(prompt_ids, comparison, divergence, engine), file=sys.stderr)
-    return comparison.is_equal
+    if divergence is not None:
+        print(f"the first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}")

@@ -29,6 +29,7 @@ from mtptrain.settings.evaluation import (
     ExportConfig,
     ExportEngine,
     ServingBenchConfig,
+    ServingCheckConfig,
     ServingConfig,
     check_acceptance,
     check_export,
@@ -76,6 +77,7 @@ class PipelineConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
+    serving_check: ServingCheckConfig = field(default_factory=ServingCheckConfig)
     serving_bench: ServingBenchConfig = field(default_factory=ServingBenchConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
@@ -107,7 +109,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
         )
     check_acceptance(config.acceptance)
     check_export(config.export)
-    check_serving(config.serving_bench, config.serving)
+    check_serving(config.serving_bench, config.serving, config.serving_check)
     _check_relations(config)
     _check_loss(config)
     _resolve_precision(config)

@@ -144,6 +144,8 @@ class Engine(ABC):
 class RunningEngine(Engine):
     """An engine that mtptrain starts or asks."""
 
+    requests_in_flight = 1
+    """Number of requests that a check keeps in flight if no setting names another."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
     advice: str

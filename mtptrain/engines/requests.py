@@ -92,6 +92,8 @@ class Questions(NamedTuple):
     manner: Manner = Manner.neutral
     chat: Mapping[str, Any] | None = None
     """Messages, and arguments of the chat template, whose token ids a server is asked for."""
+    concurrency: int = 1
+    """Number of requests in flight."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,8 @@ class EngineServer(ABC):
     may_round = False
     """Whether the server's weights are rounded, whatever `acceptance.dtype` is."""
     version: str
+    num_slots: int | None = None
+    """Number of requests that the server answers at a time, if it says so; others wait."""
     root: str
     """The model that the server was started with."""
     max_model_len: int
@@ -74,8 +77,14 @@ class EngineServer(ABC):
     def check_model(self, target: TargetFiles, head_dir: Path) -> None:
         """Raises UserError unless the server serves the target, or the export if that holds the target too."""
 
-    def check_context(self, needed_tokens: int) -> None:
-        """Raises UserError if the context does not hold the longest prompt, its answer and spare drafts."""
+    def check_room(self, needed_tokens: int, concurrency: int = 1) -> None:
+        """Raises UserError if requests must wait, or if the context does not hold the longest prompt, its answer and
+        spare drafts."""
+        if self.num_slots is not None and self.num_slots < concurrency:
+            raise UserError(
+                f"serving.url: the server must answer {concurrency} requests at a time, but has {self.num_slots} slots;"
+                f" start it with -np {concurrency}, or lower serving_check.concurrency"
+            )
         if self.max_model_len < needed_tokens:
             raise UserError(
                 f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
@@ -89,6 +98,11 @@ class EngineServer(ABC):
 
         Raises UserError if the server serves other requests in the meantime, which makes its counters useless.
         """
+
+    def each_answer(self, asked: Questions, ask: Callable[[Sequence[int]], Parsed]) -> list[Parsed]:
+        """Returns the answers to all prompts, of which as many are in flight as `asked` says."""
+        with ThreadPoolExecutor(asked.concurrency) as pool:
+            return list(pool.map(ask, asked.prompts))
 
     @abstractmethod
     def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:

@@ -203,6 +203,14 @@ class ServingConfig:
 
 
 @dataclass
+class ServingCheckConfig:
+    """mtptrain serving-check: `acceptance` sets the prompts, and `serving` the engine."""
+
+    concurrency: int | None = at_least(1, default=None)
+    """Number of requests in flight; null is 8 with vLLM and 1 with other engines."""
+
+
+@dataclass
 class ServingBenchConfig:
     """mtptrain serving-bench: the speed that a server's clients get, with and without the exported head.
 
@@ -232,12 +240,13 @@ ENGINES_WITH = {
     "serving.url": (ServingEngine.vllm, ServingEngine.llama_cpp),
     "serving.tensor_parallel_size": (ServingEngine.vllm,),
     "serving.openvino_weights": (ServingEngine.openvino,),
+    "serving_check.concurrency": (ServingEngine.vllm, ServingEngine.llama_cpp),
     "serving_bench.server_args": (ServingEngine.vllm, ServingEngine.llama_cpp),
 }
 """The engines that have a setting. OpenVINO has no server."""
 
 
-def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
+def check_serving(settings: ServingBenchConfig, serving: ServingConfig, check: ServingCheckConfig) -> None:
     """Raises UserError for settings that contradict each other."""
     depths, largest = settings.num_speculative_tokens, max(settings.concurrency)
     if settings.num_requests is not None and settings.num_requests < largest:
@@ -245,9 +254,10 @@ def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
             f"{settings.num_requests}, too few to keep {largest} in flight; raise it or lower the concurrency"
         )
+    sections = {"serving": serving, "serving_bench": settings, "serving_check": check}
     for name, engines in ENGINES_WITH.items():
-        owner: ServingConfig | ServingBenchConfig = settings if name.startswith("serving_bench.") else serving
-        field_name = name.partition(".")[2]
+        section, field_name = name.split(".")
+        owner = sections[section]
         value = getattr(owner, field_name)
         if serving.engine not in engines and value != getattr(type(owner)(), field_name):
             raise UserError(

@@ -144,6 +144,7 @@ def test_a_sweep_that_cannot_be_run_is_refused() -> None:
         ("serving_bench.num_requests=7", "", "must be at least 8, the largest of serving_bench.concurrency, but is 7"),
         ("serving_bench.server_args=[--x]", URL, "must be left out with serving.url, because"),
         ("serving.url=http://a:b@c", "serving.engine=openvino", "http://***@c; leave it out"),
+        ("serving_check.concurrency=2", "serving.engine=openvino", "but is 2; leave it out, or set serv"),
     ):
         with pytest.raises(UserError) as refused:
             make_config(override, *others.split())

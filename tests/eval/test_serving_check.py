@@ -1,5 +1,6 @@
 """Tests that `mtptrain serving-check` refuses what it cannot compare, and names the first difference."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,9 @@ def test_a_difference_names_its_prompt_by_its_id_or_says_why_no_first_token_is_k
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found
+    alone = EngineCounts(rounds=2, drafted=1, accepted_at=[1])
+    found = what_differs(["chat 7"], replace(compared([3, 4], None), alone=alone), None, ENGINE, 8)
+    assert "With one request in flight, vLLM accepts 0.500 of its drafts by position, and with 8 0.000, so it" in found
     cases: tuple[tuple[list[int], list[list[int]] | None, str], ...] = (
         ([3, 4], None, "The first token that differs cannot be found, because the engine does not say what each round"),
         ([3, 4], [[0, 0]], "No round before the end of an answer differs"),

@@ -2,60 +2,23 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mtptrain.engines.llama_cpp.server import HOST_SAMPLING, LlamaServer, server_arguments
+from mtptrain.engines.llama_cpp.server import LlamaServer, server_arguments
 from mtptrain.engines.load import send
 from mtptrain.engines.process import started_server
 from mtptrain.engines.requests import Load, Requests
-from mtptrain.engines.table import format_for
-from mtptrain.heads.base import Head
 from tests.conftest import Run, run_program
-from tests.serving.cases import CONTEXT_TOKENS, HEADS, MAX_NEW_TOKENS, PROMPTS, Case, cases_of, each
-from tests.serving.ours import OnDisk, Serve, check_equal, drafted_here
+from tests.serving.cases import Case, cases_of, each
+from tests.serving.ours import Serve, check_equal
 
 
 @each(cases_of("llama_cpp"))
 def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
-
-
-def test_two_requests_at_once_are_drafted_for_as_one(
-    llama_server: Path,
-    gguf_of: Callable[[str], Path],
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path: Path,
-) -> None:
-    """b11434 samples the drafts of the second request from logits of the first, unless they are sampled on the host."""
-    case = Case("eagle3", "llama")
-    form = format_for("llama_cpp", HEADS["eagle3"], target_of("llama").target.config)
-    form.write(tmp_path, form.tensors(head_of("eagle3", "llama").state_dict()))
-    head = (tmp_path / form.weights_name, form.method, case.num_speculative_tokens)
-    arguments = server_arguments(gguf_of("llama"), CONTEXT_TOKENS, 2, True, head)
-    assert HOST_SAMPLING in arguments
-    command = [llama_server, *arguments]
-    counted = {}
-    with started_server(LlamaServer, command, tmp_path / "log") as server:
-        for num_at_once in (1, 2):
-            before = server.counters()
-            with ThreadPoolExecutor(num_at_once) as pool:
-                answers = list(pool.map(partial(complete, server), PROMPTS))
-            counted[num_at_once] = answers, server.counts_since(before, len(PROMPTS))
-    assert counted[1][0] == counted[2][0] == [each.tokens for each in drafted_here(case, target_of, head_of)]
-    assert counted[1][1] == counted[2][1]
-
-
-def complete(server: LlamaServer, prompt: list[int]) -> list[int]:
-    """Returns the greedy answer to a prompt, as `LlamaServer.generate` asks for it."""
-    content = {"prompt": prompt, "n_predict": MAX_NEW_TOKENS, "temperature": 0.0, "return_tokens": True}
-    content |= {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "cache_prompt": False}
-    return server.read("/completion", lambda body: json.loads(body)["tokens"], content)
 
 
 @pytest.mark.parametrize("drafts", [True, False])

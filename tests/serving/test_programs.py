@@ -26,14 +26,30 @@ RULES = {"vllm": "", "llama_cpp": "llama.cpp drafts at most one token less", "op
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path: Path, engine: str) -> None:
+    """Servers are asked with two requests in flight. llama.cpp must then sample drafts as `HOST_SAMPLING` says."""
     run_dir, overrides = run_of(engine)
-    result = succeed("serving-check", *overrides, f"serving.output_dir={tmp_path}")
+    several = () if engine == "openvino" else ("serving_check.concurrency=2",)
+    result = succeed("serving-check", *overrides, *several, f"serving.output_dir={tmp_path}")
     report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == engine
     assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
     assert (report["ours"]["drafted"] is None) == (engine == "openvino")
     assert report["rule"].startswith(RULES[engine]) and report["rule"][:20] in result.stdout
     assert IN_README[engine] in (run_dir / f"export/{engine}/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_that_drafts_worse_for_two_requests_at_once_is_found(
+    run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """By default llama.cpp b11434 samples the drafts of the second request from logits of the first."""
+    settings = "serving_check.concurrency=2", f"serving_bench.server_args=[{HOST_SAMPLING.replace('--no-', '--')}]"
+    result = run_program("serving-check", *run_of("llama_cpp")[1], *settings, f"serving.output_dir={tmp_path}")
+    report = json.loads((tmp_path / "serving_check/report.json").read_text())
+    assert result.returncode == 1 and report["theirs"]["plain_greedy_answers"] == 12
+    alone, together = report["theirs_alone"]["accepted_at"], report["theirs"]["accepted_at"]
+    assert alone == report["ours"]["accepted_at"] and sum(together) < sum(alone)
+    assert "so it drafts otherwise for several at once" in result.stderr
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -128,7 +128,7 @@ class LlamaCpp(RunningEngine):
         return not (is_in_fp32(served.target.gguf) and is_in_fp32(served.head_dir / HEAD_FILE))
 
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
-        command = server_command(served, num_drafts, num_slots=1, is_exact=served.dtype == "float32")
+        command = server_command(served, num_drafts, is_exact=served.dtype == "float32")
         with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
             return [server.generate(each) for each in asked]
 
@@ -146,19 +146,17 @@ class LlamaCpp(RunningEngine):
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
     ) -> tuple[str, list[LoadResult]]:
-        command = [*server_command(served, num_drafts, served.concurrency, is_exact=False), *served.server_args]
+        command = server_command(served, num_drafts, is_exact=False)
         with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
             return send_all(server, requests, loads)
 
 
-def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bool) -> list[Path | str]:
-    """Returns the command that serves a target and an exported head with K = `num_drafts`; 0 serves the target alone.
-
-    `num_slots` requests are answered at a time.
-    """
+def server_command(served: Served, num_drafts: int, is_exact: bool) -> list[Path | str]:
+    """Returns the command that serves a target and an exported head with K = `num_drafts`, 0 for no head."""
     assert served.target.gguf is not None
     head = (served.head_dir / HEAD_FILE, str(served.facts["method"]), num_drafts) if num_drafts else None
-    return [served.program, *server_arguments(served.target.gguf, served.context_tokens, num_slots, is_exact, head)]
+    arguments = server_arguments(served.target.gguf, served.context_tokens, served.concurrency, is_exact, head)
+    return [served.program, *arguments, *served.server_args]
 
 
 def find_llama_server(path: str | None) -> Path:

@@ -67,7 +67,7 @@ class LlamaServer(EngineServer):
     def __init__(self, url: str, log_path: Path | None = None) -> None:
         """Ask the server for its version, target and context length."""
         super().__init__(url, log_path)
-        self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
+        self.version, self.root, self.max_model_len, self.num_slots, weights = self.read("/props", _properties)
         self.may_round = "all F32" not in weights
         self.counters()  # the page of metrics exists only with --metrics
         build = re.match(r"b(\d+)-", self.version)
@@ -76,24 +76,27 @@ class LlamaServer(EngineServer):
             warn_of_version(self.name, VERSION, self.version, self.place)
 
     def generate(self, asked: Questions) -> EngineRun:
-        """Returns the answers to prompts of token ids, one at a time, and how much the counters grew."""
-        before, drafted, answers, settings = self.counters(), 0, [], dict[str, Any]()
+        before, settings = self.counters(), dict[str, Any]()
         if asked.manner is not Manner.plain:
             settings["temperature"] = 0.0
         if asked.manner is Manner.neutral:
             settings |= NO_PENALTIES
-        for prompt in asked.prompts:
+
+        def ask(prompt: Sequence[int]) -> tuple[list[int], int]:
             request = {"prompt": list(prompt), "n_predict": asked.max_new_tokens, **settings}
             request |= {"return_tokens": True, "cache_prompt": False}
             tokens, num_drafted, ended = self.read("/completion", _completion, request)
             if asked.manner is Manner.neutral:
                 self._check_end(tokens, ended, asked.stop_token_ids)
-            answers.append(tokens)
-            drafted += num_drafted
+            return tokens, num_drafted
+
+        answers = self.each_answer(asked, ask)
+        drafted = sum(num_drafted for _, num_drafted in answers)
         counts = self.counts_since(before, len(asked.prompts))
         if counts is not None and counts.drafted != drafted:
             raise self.is_busy(f"drafted {counts.drafted} tokens instead of {drafted}")
-        return EngineRun(self.version, answers, counts, None, None if asked.chat is None else self.chat_ids(asked.chat))
+        chat_ids = None if asked.chat is None else self.chat_ids(asked.chat)
+        return EngineRun(self.version, [tokens for tokens, _ in answers], counts, None, chat_ids)
 
     def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:
         prompt = self.read("/apply-template", lambda body: str(parse_json(body, "chat")["prompt"]), dict(chat))
@@ -149,11 +152,11 @@ class LlamaServer(EngineServer):
             )
 
 
-def _properties(body: bytes) -> tuple[str, str, int, str]:
-    """Returns the version, the target's file, the context length and the type of the target's weights."""
+def _properties(body: bytes) -> tuple[str, str, int, int, str]:
+    """Returns the version, the target's file, a slot's context length, the slots and the type of the weights."""
     answer = parse_json(body, "props")
-    length = int(answer["default_generation_settings"]["n_ctx"])
-    return str(answer["build_info"]), str(answer["model_path"]), length, str(answer["model_ftype"])
+    sizes = int(answer["default_generation_settings"]["n_ctx"]), int(answer["total_slots"])
+    return str(answer["build_info"]), str(answer["model_path"]), *sizes, str(answer["model_ftype"])
 
 
 def _completion(body: bytes) -> tuple[list[int], int, bool]:

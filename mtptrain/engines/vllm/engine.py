@@ -81,6 +81,7 @@ class Vllm(RunningEngine):
     }
     defaults = {"temperature": 1.0}  # noqa: RUF012
     server = VllmServer
+    requests_in_flight = 8
     has_our_penalties = True
     without_them = "start vLLM with `--generation-config vllm`, or set them in each request"
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"

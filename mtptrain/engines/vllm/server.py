@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
-
-MAX_CONCURRENT_REQUESTS = 16
 
 
 class VllmServer(EngineServer):
@@ -41,8 +38,7 @@ class VllmServer(EngineServer):
             request = {"model": self.model, "prompt": list(prompt), "max_tokens": asked.max_new_tokens, **settings}
             return self.read("/v1/completions", _completion, request | {"return_token_ids": True})
 
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            answers = list(pool.map(ask, asked.prompts))
+        answers = self.each_answer(asked, ask)
         accepted = [rounds for _, rounds in answers]
         return EngineRun(
             self.version,

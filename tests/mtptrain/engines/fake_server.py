@@ -40,7 +40,7 @@ class FakeServer(ThreadingHTTPServer):
         """Say that the model at `root` is served with a context of 512 tokens."""
         models = {"data": [{"id": "a", "root": str(root), "max_model_len": 512}]}
         facts = {"build_info": "b11434-x", "model_path": str(root), "model_ftype": "all F32"}
-        facts["default_generation_settings"] = {"n_ctx": 512}  # type: ignore[assignment]
+        facts |= {"default_generation_settings": {"n_ctx": 512}, "total_slots": 4}  # type: ignore[dict-item]
         self.answers |= {"/v1/models": json.dumps(models).encode(), "/props": json.dumps(facts).encode()}
 
 

@@ -95,11 +95,13 @@ def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(
             continue
         with pytest.raises(UserError, match=rf"the server must serve meta/llama-8b, but \S+ serves {root}; ask"):
             server.check_model(target, Path(head_dir))
-    server.check_context(512)
+    server.check_room(512, 9)
     with pytest.raises(
         UserError, match=r"context must hold 513 tokens .* but holds 512; start it with --max-model-len"
     ):
-        server.check_context(513)
+        server.check_room(513)
+    with pytest.raises(UserError, match=r"answer 5 requests at a time, but has 4 slots; start it with -np 5, or lower"):
+        LlamaServer(fake.url).check_room(512, 5)
 
 
 def test_a_llama_server_is_known_by_its_file_whatever_its_name(

@@ -29,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         facts = {"build_info": "b0-", "model_path": "m", "model_ftype": "all F32"}
-        facts["default_generation_settings"] = {"n_ctx": 8}
+        facts |= {"default_generation_settings": {"n_ctx": 8}, "total_slots": 1}
         self.wfile.write(json.dumps(facts).encode() if self.path == "/props" else b"")
 
 def end(*_):
