@@ -57,26 +57,17 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
-def place(
-    module: nn.Module, device: str | dict[str, str] = "cuda:0", dtype: torch.dtype | None = torch.bfloat16
-) -> nn.Module:
-    """Replace the weights of a module with fake ones on `device`, which may be a dict from prefixes of module names to
-    devices; the longest prefix decides.
+def place(module: nn.Module, device: str) -> nn.Module:
+    """Replace the weights of a module with fake ones in bf16 on a device, and its buffers with fake ones.
 
-    `Module.to` moves data and cannot be used; buffers keep their dtype, and so do weights where `dtype` is None.
+    `Module.to` moves data and cannot be used.
     """
-    for name, part in module.named_modules():
-        where = device if isinstance(device, str) else _device_of(name, device)
+    for part in module.modules():
         for key, weight in part._parameters.items():
             if weight is not None:
-                empty = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=where)
+                empty = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
                 part._parameters[key] = nn.Parameter(empty, requires_grad=weight.requires_grad)
         for key, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=where)
+                part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return module
-
-
-def _device_of(name: str, devices: dict[str, str]) -> str:
-    prefixes = [prefix for prefix in devices if name == prefix or name.startswith(f"{prefix}.")]
-    return devices[max(prefixes, key=len)] if prefixes else "cuda:0"

@@ -49,23 +49,23 @@ def fake_target(config: PreTrainedConfig, num_devices: int = 1) -> Target:
     """Returns a bf16 target. accelerate spreads it over two GPUs with two layers each; the final norm and an untied
     lm_head are on the second."""
     model, is_tied = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), config.tie_word_embeddings
+    place(model, FIRST)
     if num_devices == 2:
         on_first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1")
         device_map = {**dict.fromkeys(on_first, FIRST), "lm_head": FIRST if is_tied else SECOND}
         device_map |= dict.fromkeys(("model.layers.2", "model.layers.3", "model.norm"), SECOND)
-        place(model, device_map)
+        for name, device in device_map.items():
+            place(model.get_submodule(name), device)
         model = dispatch_model(model, device_map, main_device=FIRST, skip_keys=model._skip_keys_device_placement)
-    else:
-        place(model, FIRST)
     if is_tied:  # tie only now: accelerate finds tied weights by their addresses, which fake tensors lack
         model.lm_head.weight = model.model.embed_tokens.weight
     return Target(model)
 
 
 def fake_head(name: str, target: Target) -> Head:
-    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), target.config)
+    head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), target.config).eval()
     place(head, FIRST)
-    return head.eval()
+    return head
 
 
 @dataclass

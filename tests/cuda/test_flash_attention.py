@@ -3,14 +3,12 @@ their layouts."""
 
 import math
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from mtptrain.heads.attention import training as attention
 from mtptrain.heads.packing import Packing
@@ -109,30 +107,6 @@ def test_the_cuda_branch_equals_dense_attention(monkeypatch: pytest.MonkeyPatch)
     for case in dense.PACKINGS:
         for window in (None, 6):
             test_dflash.assert_blocks_are_dense(case, window)
-
-
-FORWARD = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
-BACKWARD = "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused"
-CPU_FORWARD = "query key value dropout_p is_causal"
-CPU_BACKWARD = "grad_out query key value out logsumexp dropout_p is_causal"
-SCHEMAS = {
-    "_flash_attention_forward": FORWARD,
-    "_flash_attention_backward": BACKWARD,
-    "_scaled_dot_product_flash_attention_for_cpu": CPU_FORWARD,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": CPU_BACKWARD,
-}
-"""Positional arguments of the private operators that we call. Review our calls before allowing a torch that changes
-them."""
-
-
-def test_operators_take_what_we_give_them_in_this_order() -> None:
-    for name, names in SCHEMAS.items():
-        arguments, positional = getattr(torch.ops.aten, name).default._schema.arguments, names.split()
-        assert [argument.name for argument in arguments[: len(positional)]] == positional
-        assert all(argument.has_default_value() for argument in arguments[len(positional) :])
-    parameters = signature(varlen_attn).parameters
-    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size", "enable_gqa", "num_splits"} <= set(parameters)
 
 
 def test_extraction_gives_an_older_torch_only_the_arguments_that_it_knows() -> None:
