@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -102,12 +102,6 @@ class Node:
         self.process.stdin.write(b"\n")
         self.process.stdin.close()
 
-    def kill(self) -> None:
-        """End every process of the node at once."""
-        if self.process.poll() is None:
-            os.kill(self.init, signal.SIGKILL)
-            self.process.wait()
-
 
 @dataclass
 class Slurm:
@@ -116,7 +110,6 @@ class Slurm:
     directory: Path
     environment: dict[str, str]
     controller: Node
-    nodes: dict[str, Node] = field(default_factory=dict)
 
     def run(self, *command: str | Path, **variables: str) -> str:
         """Run a command on the controller, which must succeed, and return its output."""
@@ -155,16 +148,6 @@ class Slurm:
         )
         return "\n".join((self.run("squeue"), self.run("squeue", "--steps"), *ends))
 
-    def add_node(self, name: str) -> None:
-        """Start a node that slurm.conf names, and connect it to the switch."""
-        node = Node.start(name, self.directory, self.environment, "slurmd", "-D")
-        self.nodes[name] = node
-        self.controller.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", str(node.init))
-        self.controller.ip("link", "set", f"to_{name}", "master", "switch", "up")
-        node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
-        node.ip("link", "set", "eth0", "up")
-        node.run_command()
-
 
 def address_of(name: str) -> str:
     return f"{NETWORK}.{1 + ord(name) - ord('a')}"
@@ -184,33 +167,39 @@ def running_slurm(directory: Path, names: str) -> Iterator[Slurm]:
     (directory / "state").mkdir()
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o600)
-    nodes = "\n".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=16 Gres=gpu:8" for name in names)
-    conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=nodes)
+    lines = "\n".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=16 Gres=gpu:8" for name in names)
+    conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=lines)
     (directory / "slurm.conf").write_text(conf)
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/dev/nvidia[0-7]\n")
     environment = environment_without_slurm()
     environment |= {"SLURM_CONF": f"{directory}/slurm.conf", "MTPTRAIN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}  # the nodes share the folder, whatever the type of its file system
-    slurm = Slurm(
-        directory,
-        environment,
-        Node.start("controller", directory, environment, "sh", "-c", start_controller(directory)),
-    )
+    controller = Node.start("controller", directory, environment, "sh", "-c", start_controller(directory))
+    nodes, slurm = [controller], Slurm(directory, environment, controller)
     try:
-        slurm.controller.ip("link", "add", "switch", "type", "bridge")
-        slurm.controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
-        slurm.controller.ip("link", "set", "switch", "up")
-        slurm.controller.run_command()
+        controller.ip("link", "add", "switch", "type", "bridge")
+        controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
+        controller.ip("link", "set", "switch", "up")
+        controller.run_command()
         for name in names:
-            slurm.add_node(name)
+            node = Node.start(name, directory, environment, "slurmd", "-D")
+            nodes.append(node)
+            link = ("type", "veth", "peer", "name", "eth0", "netns", str(node.init))
+            controller.ip("link", "add", f"to_{name}", *link)
+            controller.ip("link", "set", f"to_{name}", "master", "switch", "up")
+            node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
+            node.ip("link", "set", "eth0", "up")
+            node.run_command()
         wait_for_daemons(
             slurm,
             lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == f"idle {len(names)}",
         )
         yield slurm
     finally:
-        for node in (*slurm.nodes.values(), slurm.controller):
-            node.kill()
+        for node in nodes:
+            if node.process.poll() is None:
+                os.kill(node.init, signal.SIGKILL)
+                node.process.wait()
 
 
 def start_controller(directory: Path) -> str:
@@ -253,11 +242,6 @@ def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
         logs = sorted(slurm.directory.glob("*.log"))
         ends = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in logs)
         pytest.skip(f"{SKIPPED} Slurm's daemons do not start here: {ends} ***")
-
-
-def jobs_of(printed: str) -> dict[str, str]:
-    """Returns the jobs by stage, from what pipeline.sh prints."""
-    return dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
 
 
 def records(run_dir: Path) -> list[dict[str, object]]:
