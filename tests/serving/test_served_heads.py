@@ -3,7 +3,6 @@ prompt."""
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from mtptrain.decoding.drafters import PromptLookupDrafter
 from mtptrain.engines.requests import EngineCounts
 from mtptrain.heads.base import Head
 from tests.serving.cases import HAS_AMX, PROMPTS, Case, broken_cases, cases_of, each
-from tests.serving.conftest import Served, plain_job
+from tests.serving.conftest import Served
 from tests.serving.ours import OnDisk, decoded_here
-from tests.serving.vllm_jobs import generate
+from tests.serving.vllm_jobs import generate, job_of
 
 QUICK_CONTROLS = {Case("mtp", "llama", broken="columns"), Case("dflash2", "llama", broken="selector")}
 
@@ -77,7 +76,7 @@ def test_prompt_lookup_has_the_counters_and_answers_of_vllms_ngram(
     vllm_python: str, target_of: Callable[[str], OnDisk]
 ) -> None:
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    job = replace(plain_job("ngram", target_of("llama")), speculative_config=settings)
+    job = job_of("ngram", target_of("llama").directory, speculative_config=settings)
     (theirs,) = generate([job], Path(vllm_python))
     generations = decoded_here(target_of("llama").target, PromptLookupDrafter(3, max_ngram=4, min_ngram=2), 3)
     ours = summarise(generations)

@@ -1,32 +1,16 @@
 """Runs many vLLM engines one after another in one process, which starts vLLM once."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtptrain.engines.process import run_worker
 from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.vllm.client import WORKER
+from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS
 
-
-@dataclass(frozen=True)
-class Job:
-    """Greedy decoding by one engine."""
-
-    name: str
-    target_dir: str
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    max_model_len: int
-    """The engine's context length. If a request comes within 2 * num_speculative_tokens tokens of it, vLLM's drafts
-    become useless for all requests."""
-    kv_cache_memory_bytes: int
-    stop_token_ids: Sequence[int]
-    speculative_config: dict[str, Any] | None = None
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    device_type: str = "cpu"
+KV_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -36,10 +20,19 @@ class JobRun(EngineRun):
     error: str = ""
 
 
-def generate(jobs: Sequence[Job], python: Path) -> list[JobRun]:
+def job_of(name: str, target_dir: Path, **settings: Any) -> dict[str, Any]:
+    """Returns a job of `vllm_jobs_worker.py` that decodes all prompts greedily, without drafts by default."""
+    # If a request comes within 2 * K tokens of the engine's context, vLLM's drafts become useless for all requests.
+    sizes = {"max_new_tokens": MAX_NEW_TOKENS, "max_model_len": CONTEXT_TOKENS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    where = {"dtype": "float32", "tensor_parallel_size": 1, "device_type": "cpu"}
+    asked = {"prompts": PROMPTS, "stop_token_ids": [EOS], "speculative_config": None}
+    return {"name": name, "target_dir": str(target_dir), **sizes, **where, **asked, **settings}
+
+
+def generate(jobs: Sequence[dict[str, Any]], python: Path) -> list[JobRun]:
     """Returns the results of jobs in order. An engine's own error is returned in its result."""
     worker = Path(__file__).with_name("vllm_jobs_worker.py")
-    answer = run_worker(python, worker, str(WORKER.parent), [asdict(job) for job in jobs], "vLLM")
+    answer = run_worker(python, worker, str(WORKER.parent), jobs, "vLLM")
     return [run_of(answer["version"], result) for result in answer["results"]]
 
 
