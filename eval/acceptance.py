@@ -52,7 +52,7 @@ from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.figures import shown
-from mtptrain.utils.files import read_sealed, write_sealed
+from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.startup import command
 
 from .draft_quality import DraftQuality
@@ -268,12 +268,11 @@ def remove_generations(output_dir: Path) -> None:
 
 def write_generations(path: Path, measured: Measured) -> None:
     """Write one line per answer, with its tokens and its counts, whose sums give the report's pooled figures."""
-    with path.open("w") as file:
-        for (prompt_id, turn), answer in measured.answers.items():
-            loops = has_loop(answer.generation.tokens)
-            file.write(
-                json.dumps({"id": prompt_id, "turn": turn, **asdict(answer.generation), "has_loop": loops}) + "\n"
-            )
+    lines = []
+    for (prompt_id, turn), answer in measured.answers.items():
+        loops = has_loop(answer.generation.tokens)
+        lines.append(json.dumps({"id": prompt_id, "turn": turn, **asdict(answer.generation), "has_loop": loops}))
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import FILES, describe_file, read_json, sync, unique_temporary, write_json
+from mtptrain.utils.files import FILES, describe_file, naming, read_json, sync, unique_temporary, write_json
 from mtptrain.utils.masking import hide_home, hide_passwords
 from mtptrain.utils.startup import command
 
@@ -111,7 +111,8 @@ class StageDir:
             os.close(descriptor)
             return self._take(lock)
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command()})"[:1000].encode())
+        with naming(lock):
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command()})"[:1000].encode())
         return descriptor
 
     def record(self, config: object, output: str | None = None) -> None:

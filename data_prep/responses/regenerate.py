@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -51,7 +51,6 @@ from .store import (
     ResponsesManifest,
     ResponsesStore,
     hash_sources,
-    line_of,
 )
 from .target import regenerate_with_target
 
@@ -137,9 +136,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     own = batches[ranks.rank :: ranks.world_size]
     num_rows = len(missing) if server else sum(len(set(rows) - done) for rows in own)
     if num_rows:
-        with store.journal(ranks.rank) as journal, ResponsesBar(num_rows, ranks) as bar:
+        with ResponsesBar(num_rows, ranks) as bar:
             if server:
-                failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, journal, bar)
+                failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, store, bar)
             else:
                 if ranks.device.type == "cpu":
                     torch.set_num_threads(CPU_THREADS)
@@ -147,7 +146,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
                 dialogues = (list(map(dialogue, rows)) for rows in own)
                 for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
                     if conversation.row not in done:
-                        journal.write(line_of(conversation))
+                        store.append(ranks.rank, conversation)
                         bar.update()
             num_tokens = bar.num_tokens
     num_tokens = sum(ranks.gather(num_tokens))
@@ -257,7 +256,7 @@ class ResponsesBar(ProgressBar):
 
 
 def fill_from_server(
-    server: CompletionServer, dialogues: Iterable[Dialogue], concurrency: int, journal: TextIO, bar: ResponsesBar
+    server: CompletionServer, dialogues: Iterable[Dialogue], concurrency: int, store: ResponsesStore, bar: ResponsesBar
 ) -> dict[int, str]:
     """Regenerate conversations with requests to the server, `concurrency` at once. Returns why one failed, by row."""
     remaining, failed, failures_in_a_row = iter(dialogues), dict[int, str](), 0
@@ -280,7 +279,7 @@ def fill_from_server(
                     ) from None
             else:
                 failures_in_a_row = 0
-                journal.write(line_of(conversation))
+                store.append(0, conversation)
                 bar.add_tokens(sum(conversation.answer_tokens))
             bar.update()
 

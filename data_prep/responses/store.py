@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +25,17 @@ from mtptrain.data.identity import Identity, TargetIdentity, refuse_different_fa
 from mtptrain.data.rows import RowFormat
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import SEAL, parse_json, publish, read_manifest, sealed, unsealed, write_sealed, write_text
+from mtptrain.utils.files import (
+    SEAL,
+    append_text,
+    parse_json,
+    read_manifest,
+    sealed,
+    unsealed,
+    write_sealed,
+    write_text,
+    written_whole,
+)
 
 from ..conversations import Conversations, read_conversations
 from ..renderings import EncodedItem, RenderedConversation, render_conversation
@@ -133,9 +142,9 @@ class ResponsesStore:
         write_sealed(self.directory / PLAN, asdict(self._plan))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
-    def journal(self, rank: int) -> TextIO:
-        """Returns the file to which a rank appends finished conversations. Each line is written at once."""
-        return (self.directory / f"answers_{rank:05d}.jsonl").open("a", buffering=1, encoding="utf-8")
+    def append(self, rank: int, conversation: RegeneratedConversation) -> None:
+        """Append a finished conversation to the file of a rank, at once."""
+        append_text(self.directory / f"answers_{rank:05d}.jsonl", line_of(conversation))
 
     def finish(
         self, failed: Mapping[int, str], refused: Mapping[str, str], location_of: Callable[[int], str]
@@ -145,8 +154,8 @@ class ResponsesStore:
             self._index(path)
         failures = [(location_of(row), reason) for row, reason in sorted(failed.items())]
         counts = Counter(dict.fromkeys(COUNTS, 0))
-        temporary = self.directory / f"{CONVERSATIONS}.tmp"
-        with ExitStack() as stack:
+        whole, temporary = self.directory / CONVERSATIONS, self.directory / f"{CONVERSATIONS}.tmp"
+        with written_whole(whole, temporary), ExitStack() as stack:
             output = stack.enter_context(temporary.open("wb"))
             files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self.lines.values()}}
             for row in sorted(self.lines):
@@ -158,7 +167,6 @@ class ResponsesStore:
                 counts.update({name: count(conversation) for name, (_, count) in COUNTS.items()})
                 if conversation.ended_by in ENDINGS:
                     failures.append((location_of(row), ENDINGS[conversation.ended_by]))
-        publish(temporary, self.directory / CONVERSATIONS)
         failures += refused.items()
         lines = [json.dumps({"place": place, "reason": reason}) + "\n" for place, reason in failures]
         write_text(self.directory / FAILURES, "".join(lines))

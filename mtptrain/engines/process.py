@@ -22,6 +22,7 @@ import httpx
 from mtptrain.engines.server import EngineServer
 from mtptrain.utils.distributed import free_port
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_text
 from mtptrain.utils.startup import without_own_settings
 
 SHOWN_LINES = 30
@@ -88,7 +89,7 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
     progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
         job_path, result_path = (Path(directory) / file for file in ("job.json", "result.json"))
-        job_path.write_text(json.dumps(job))
+        write_text(job_path, json.dumps(job))
         command = [str(part) for part in (sys.executable, SUPERVISOR, python, worker, mode, job_path, result_path)]
         with subprocess.Popen(
             command,

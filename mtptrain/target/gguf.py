@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from mtptrain.utils.errors import UserError, error_summary
-from mtptrain.utils.files import publish, read_json, sync
+from mtptrain.utils.files import naming, publish, read_json, sync, write_text
 
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
@@ -425,7 +425,7 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < len(tokens)]
     saved["pre_tokenizer"] = OWN_SPLITS.get(split, saved["pre_tokenizer"])
     saved["model"]["ignore_merges"] = split in WHOLE_WORDS_FIRST
-    (directory / "tokenizer.json").write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+    write_text(directory / "tokenizer.json", json.dumps(saved, ensure_ascii=False))
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     for token, (text, kind) in enumerate(zip(tokens, settings["token_type"], strict=True)):
         if kind == CONTROL and (found := tokenizer.encode(text, add_special_tokens=False)) != [token]:
@@ -446,14 +446,10 @@ def _write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, nam
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                weights, module = header.dequantised(name), name.split(".")[-2]
-                if module in INTERLEAVED[config.model_type]:
-                    weights = uninterleaved(weights, num_heads[module])
-                file.write(np.ascontiguousarray(weights, np.float32).data)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a failed write, unlike a failed opening, names no file
-        raise
+    with naming(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            weights, module = header.dequantised(name), name.split(".")[-2]
+            if module in INTERLEAVED[config.model_type]:
+                weights = uninterleaved(weights, num_heads[module])
+            file.write(np.ascontiguousarray(weights, np.float32).data)

@@ -18,7 +18,7 @@ from mtptrain.training.flops import StepFlops
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError, error_summary
-from mtptrain.utils.files import parse_json, write_text
+from mtptrain.utils.files import append_text, parse_json, write_text
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.progress import ProgressBar
 
@@ -56,8 +56,7 @@ class Tracking:
         write_text(self.path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        append_text(self.path, json.dumps({"step": step, **metrics}) + "\n")
         if self._wandb is not None:
             self._wandb.log(curves(metrics), step=step)
 

@@ -19,6 +19,7 @@ FORKED = "MTPTRAIN_FORKED_RANKS"
 """Environment variable of ranks that a program became by itself. To its user they are one program: the first reports an
 error without its rank, and the others wait `WAIT_FOR_FIRST_S` for it."""
 WAIT_FOR_FIRST_S = 5.0
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
 
@@ -91,18 +92,22 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
 def refusal(error: Exception, run_dir: str | None) -> str | None:
     """Returns the message of a `UserError` or of an error of the operating system, or None for any other error.
 
-    The error of a failed write does not name the file, so the run's directory is named instead, if there is one.
+    If the error of a library's failed write names no file, the run's directory is named instead, if there is one. That
+    of a full disk may be the cause of a `UserError`.
     """
-    message = str(error)
+    message, advice = str(error), ""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL_DISK:
+            advice = "; free some space and run the same command again"
+        cause = cause.__cause__
     if isinstance(error, UserError):
         # A list after a colon keeps its line breaks, and so do lines that are an error each.
         is_list = ":\n" in message or all(" must " in line for line in message.splitlines())
-        return message if is_list else one_line(message)
+        return (message if is_list else one_line(message)) + advice
     if not isinstance(error, OSError):
         return None
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "; free some space and run the same command again" if is_full else ""
     if error.strerror and names:
         return f"{' -> '.join(names)}: {error.strerror}{advice}"
     said = f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)

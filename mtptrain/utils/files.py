@@ -48,19 +48,29 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError that names no file: that of a failed write, unlike that of a failed opening."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def written_whole(path: Path, temporary: Path) -> Iterator[None]:
     """Remove what is at `temporary`, be it a link; let the `with` block write a new file there; publish it as `path`.
 
     If writing or publishing raises an OSError, remove the temporary file, and name `path` if the error names no file.
     """
-    try:
-        temporary.unlink(missing_ok=True)
-        yield
-        publish(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a failed write, unlike a failed opening, names no file
-        raise
+    with naming(path):
+        try:
+            temporary.unlink(missing_ok=True)
+            yield
+            publish(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
@@ -68,6 +78,12 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     temporary = temporary or path.with_name(path.name + ".tmp")
     with written_whole(path, temporary):
         temporary.write_text(text, encoding="utf-8")
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a text file at once. A kill or a full disk may leave the beginning of the text."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_json(path: Path, content: object, temporary: Path | None = None) -> None:

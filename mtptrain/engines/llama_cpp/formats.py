@@ -43,6 +43,7 @@ from mtptrain.target.gguf import (
     uninterleaved,
 )
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import naming
 
 KINDS = {
     torch.float32: GGMLQuantizationType.F32,
@@ -110,10 +111,11 @@ class GgufFormat(Format):
             else:
                 kind = self._ggml_type(name, tensor)
                 writer.add_tensor(name, quantize(tensor.float().numpy(), kind), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with naming(directory / self.weights_name):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
 
     def read(self, directory: Path) -> Tensors:
         found = {}

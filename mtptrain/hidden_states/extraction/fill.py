@@ -4,7 +4,6 @@ One or more threads check, encode and write documents while later ones are compu
 full shards.
 """
 
-import errno
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from mtptrain.config import StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.shard_format import bytes_per_token
 from mtptrain.hidden_states.writer import ShardFile
+from mtptrain.utils.errors import FULL_DISK
 from mtptrain.utils.progress import ProgressBar
 
 MAX_PENDING_BYTES = 2**30
@@ -140,7 +140,7 @@ def fill_shards(
                 writer.write_shard(file, counted(shard_states, bar))
     except OSError as error:
         is_elsewhere = error.filename is not None and not Path(error.filename).is_relative_to(store_dir)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_elsewhere:
+        if error.errno not in FULL_DISK or is_elsewhere:
             raise  # the backend's own error says it all, such as that the disk of hidden_states.scratch_dir is full
         raise OSError(
             error.errno,

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep.responses.dialogue import RegeneratedConversation
+from data_prep.responses.store import ResponsesStore
+from mtptrain.stage_dir import StageDir
+from mtptrain.training.metrics import Tracking
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
     parse_json,
@@ -93,3 +97,19 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_and_nothing_else(t
             write(tmp_path / "a")
         assert raised.value.errno == errno.EFBIG and raised.value.filename == str(tmp_path / "a")
         assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_file_that_grows_line_by_line_or_holds_a_lock_is_named_too(tmp_path: Path) -> None:
+    answered, answer = ResponsesStore(tmp_path / "answered"), RegeneratedConversation(1, "chat1")
+    answered.directory.mkdir()
+    answered.append(0, answer)
+    cases: dict[str, Callable[[], object]] = {
+        "answers_00002.jsonl": lambda: ResponsesStore(tmp_path).append(2, answer),
+        "answered/conversations.jsonl": lambda: answered.finish({}, {}, str),
+        "metrics.jsonl": lambda: Tracking(tmp_path, 0, None).write(1, {}),
+        "other/.mtptrain.lock": lambda: StageDir(tmp_path / "other").writing().__enter__(),
+    }
+    for name, write in cases.items():
+        with largest_file(0), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as raised:
+            write()
+        assert raised.value.filename == str(tmp_path / name)

@@ -26,6 +26,8 @@ def raised(act: Callable[[], object]) -> Exception:
 
 
 FREE = "; free some space and run the same command again"
+UNREADABLE = UserError("a.parquet: must be read")
+UNREADABLE.__cause__ = OSError(28, "full", "/cache")  # of a library
 CASES: list[tuple[Exception, str | None]] = [
     (UserError("seed: must be 1, but is 2; set it"), "seed: must be 1, but is 2; set it"),
     (UserError("a file must be read, but\n  a library says no"), "a file must be read, but a library says no"),
@@ -33,6 +35,7 @@ CASES: list[tuple[Exception, str | None]] = [
     (UserError("vLLM: must run; its last lines:\nx\ny"), "vLLM: must run; its last lines:\nx\ny"),
     (StageMissing("head.json: must exist"), "head.json: must exist"),
     (OSError(28, "the disk must have room", "/store"), f"/store: the disk must have room{FREE}"),
+    (UNREADABLE, f"a.parquet: must be read{FREE}"),
     (OSError(1, "not allowed", "/target/a", None, "/run/a"), "/target/a -> /run/a: not allowed"),
     (ValueError("no"), None),
     (torch.OutOfMemoryError("CUDA out of memory"), None),
