@@ -34,10 +34,6 @@ SHOWN_CHARACTERS = 200
 class RequestFailed(Exception):
     """A request failed. The message, which the report shows, has no secrets."""
 
-    def __init__(self, message: str, may_retry: bool = False, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.may_retry, self.retry_after_s = may_retry, retry_after_s
-
 
 class CompletionServer:
     def __init__(
@@ -56,7 +52,7 @@ class CompletionServer:
                 "line break; set this environment variable again"
             )
         self._url, self._secrets = url, secrets_of(url, api_key)
-        self.url = self._shown(url)
+        self.url = hide_secrets(hide_passwords(url), self._secrets)
         """The address as messages show it, without secrets."""
         self._settings, self._sampling = settings, sampling
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -85,7 +81,7 @@ class CompletionServer:
             problem = f"the server answers {self.quote(json.dumps(content))}"
         raise UserError(
             "responses.url: must be the base URL of a running OpenAI-compatible server, such as "
-            f"http://localhost:8000/v1, but at {self._shown(address_below(self._url, '/models'))} {problem}; start the "
+            f"http://localhost:8000/v1, but at {address_below(self.url, '/models')} {problem}; start the "
             f"server, correct the address, or set the environment variable {API_KEY} to its key"
         )
 
@@ -108,21 +104,10 @@ class CompletionServer:
             ) from None
 
     async def complete(self, prompt: Prompt) -> Response:
-        """Returns the response to a prompt, or raises RequestFailed.
-
-        If the server is busy or unreachable, or its answer is not JSON, retries up to `MAX_RETRIES` times.
-        """
-        max_new_tokens, attempt = self._sampling.max_new_tokens, 0
-        while True:
-            try:
-                content = await self._fetch("/completions", self._request(prompt, max_new_tokens))
-                return self._parse(content, prompt.token_ids, max_new_tokens)
-            except RequestFailed as failure:
-                if not failure.may_retry or attempt == MAX_RETRIES:
-                    raise
-                asked_s = min(failure.retry_after_s, self._settings.timeout_s)
-            await asyncio.sleep(max(asked_s, min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)))
-            attempt += 1
+        """Returns the response to a prompt, or raises RequestFailed."""
+        request = self._request(prompt, self._sampling.max_new_tokens)
+        content = await self._fetch("/completions", request, num_retries=MAX_RETRIES)
+        return self._parse(content, prompt.token_ids, self._sampling.max_new_tokens)
 
     def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
         return {
@@ -161,35 +146,44 @@ class CompletionServer:
                 f"{self.quote(json.dumps(content))}"
             ) from None
 
-    async def _fetch(self, path: str, request: dict[str, Any] | None = None, is_beside: bool = False) -> Any:
+    async def _fetch(
+        self, path: str, request: dict[str, Any] | None = None, is_beside: bool = False, num_retries: int = 0
+    ) -> Any:
         """Returns the JSON that the server answers to a GET, or to a POST of a request.
 
-        The path is below the address, or beside its `/v1` if `is_beside`.
+        The path is below the address, or beside its `/v1` if `is_beside`. The request is repeated if the server is busy
+        or unreachable, or if its answer is not JSON.
         """
         base, mark, query = self._url.partition("?")
         url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
-        client = httpx.AsyncClient(headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True)
-        try:
-            # httpx would apply its own timeout to each read.
-            async with asyncio.timeout(self._settings.timeout_s), client:
-                response = await client.request("POST" if request else "GET", url, json=request)
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
-            # The last two are raised for a host that is no name and for a port out of range.
-            reason = "timed out" if isinstance(error, TimeoutError) else self.quote(str(error)) or type(error).__name__
-            raise RequestFailed(f"the server does not answer: {reason}", may_retry=True) from None
-        if not response.is_success:
-            said = self.quote(response.text.strip() or response.reason_phrase)
-            may_retry = response.status_code == 429 or response.status_code >= 500
-            after = response.headers.get("Retry-After", "")
-            pause_s = float(after) if after.isdecimal() else 0.0
-            raise RequestFailed(f"the server answers {response.status_code}: {said}", may_retry, pause_s)
-        try:
-            return parse_json(response.content, "the server's answer", "see its log")
-        except UserError as error:
-            raise RequestFailed(self.quote(str(error)), may_retry=True) from None
-
-    def _shown(self, url: str) -> str:
-        return hide_secrets(hide_passwords(url), self._secrets)
+        options: dict[str, Any] = {"headers": self._headers, "verify": self._ssl_context, "follow_redirects": True}
+        for attempt in range(num_retries + 1):
+            asked_s = 0.0
+            try:
+                # httpx would apply its own timeout to each read.
+                async with (
+                    asyncio.timeout(self._settings.timeout_s),
+                    httpx.AsyncClient(**options, timeout=None) as client,
+                ):
+                    response = await client.request("POST" if request else "GET", url, json=request)
+                if response.is_success:
+                    return parse_json(response.content, "the server's answer", "see its log")
+            except (OSError, httpx.HTTPError, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
+                # The last two are raised for a host that is no name and for a port out of range.
+                reason = self.quote(str(error)) or type(error).__name__
+                problem = f"the server does not answer: {'timed out' if isinstance(error, TimeoutError) else reason}"
+            except UserError as error:
+                problem = self.quote(str(error))
+            else:
+                said = self.quote(response.text.strip() or response.reason_phrase)
+                problem = f"the server answers {response.status_code}: {said}"
+                if response.status_code != 429 and response.status_code < 500:
+                    break
+                after = response.headers.get("Retry-After", "")
+                asked_s = min(float(after), self._settings.timeout_s) if after.isdecimal() else 0.0
+            if attempt < num_retries:
+                await asyncio.sleep(max(asked_s, min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)))
+        raise RequestFailed(problem)
 
     def quote(self, text: str) -> str:
         """Returns the beginning of a text of the server, which may repeat what it was sent, without the secrets."""

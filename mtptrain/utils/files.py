@@ -121,7 +121,10 @@ def read_sealed(
     content = unsealed(read_json(path, advice, required), str(path), advice)
     described = content.pop(FILES, {})
     for name in described if files is None else files:
-        refuse_changed(path.with_name(name), described.get(name), advice)
+        file = path.with_name(name)
+        refuse_absent(file, advice)
+        if describe_file(file) != described.get(name):
+            raise UserError(f"{file}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
     return content
 
 
@@ -144,13 +147,6 @@ def unsealed(content: Any, where: str, advice: str) -> dict[str, Any]:
 def refuse_absent(path: Path, advice: str) -> None:
     if not path.is_file():
         raise UserError(f"{path}: must exist, but does not; {advice}")
-
-
-def refuse_changed(path: Path, described: object, advice: str) -> None:
-    """Raises UserError if a file is missing or does not have the size and hash that `describe_file` found."""
-    refuse_absent(path, advice)
-    if describe_file(path) != described:
-        raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
 
 
 def describe_file(path: Path) -> dict[str, object]:
@@ -225,14 +221,9 @@ def read_manifest(
         raise UserError(f"{path}: must be as {program} writes it, but {reason}; {advice}") from error
 
 
-def refuse_unopenable(path: Path) -> None:
-    """Raises an OSError if the file cannot be opened. safetensors would say of any such file that it does not exist."""
-    path.open("rb").close()
-
-
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header."""
-    refuse_unopenable(path)
+    path.open("rb").close()  # safetensors would say of a file that cannot be opened that it does not exist
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
