@@ -93,11 +93,17 @@ class StartedProgram:
         Raises:
             subprocess.TimeoutExpired: after ten minutes.
         """
-        codes = wait_for(self.processes)
-        output, errors = read_whole(self.stdout), read_whole(self.stderr)
-        if codes is None:
-            raise subprocess.TimeoutExpired(self.command, TIMEOUT_S, output, errors)
-        return subprocess.CompletedProcess(self.command, next(filter(None, codes), 0), output, errors)
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(each.is_alive() for each in self.processes) and not any(each.exitcode for each in self.processes):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise subprocess.TimeoutExpired(self.command, TIMEOUT_S, *map(read_whole, (self.stdout, self.stderr)))
+            time.sleep(0.01)
+        for process in self.processes:
+            process.join(20)  # the other processes may still report their errors
+        self.kill()
+        code = next(filter(None, (process.exitcode for process in self.processes)), 0)
+        return subprocess.CompletedProcess(self.command, code, read_whole(self.stdout), read_whole(self.stderr))
 
 
 def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> None:
@@ -138,26 +144,6 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # `multiprocessing` does not run them
-
-
-def wait_for(processes: list[BaseProcess]) -> list[int] | None:
-    """Wait for all processes, killing the others if one fails. Returns the exit codes, or None after `TIMEOUT_S`."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-        if time.monotonic() > deadline:
-            end(processes)
-            return None
-        time.sleep(0.01)
-    for process in processes:
-        process.join(20)  # the other processes may still report their errors
-    end(processes)
-    return [process.exitcode or 0 for process in processes]
-
-
-def end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 def read_whole(file: IO[str]) -> str:

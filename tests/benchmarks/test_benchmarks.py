@@ -40,16 +40,12 @@ def test_only_tensors_that_are_alive_together_add_up() -> None:
     assert size <= tensor_bytes(one_after_the_other, cpu) < 1.01 * size
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"MEDIAN_TOKENS": 40, "MAX_TOKENS": 200}.items():
-        monkeypatch.setattr(extraction, name, size)
-
-
 def test_every_candidate_is_measured_and_mfu_counts_attention(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = []
+    for name, size in {"MEDIAN_TOKENS": 40, "MAX_TOKENS": 200}.items():
+        monkeypatch.setattr(extraction, name, size)
     monkeypatch.setattr(extraction, "print_table", lambda title, columns, shown: rows.extend(shown))
     monkeypatch.setattr(extraction, "matmul_peak", lambda device, dtype: 1e9)
     config = make_config(f"target.path={tiny_target}")

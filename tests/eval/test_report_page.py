@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from eval import compare
 from eval.acceptance import remove_generations
-from eval.examples import examples, pieces
+from eval.examples import examples
 from eval.measurement import DecodedPrompt, Measured
 from eval.report_page import render_page, verdict, write_page
 from mtptrain.decoding.acceptance import has_loop, intervals, summarise
@@ -84,15 +82,6 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
         seal_again(path, batch_size=size)
     page = comparison(*paths, out="new/page.html")
     assert "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
-
-
-def test_runs_say_how_they_were_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_report(tmp_path / "seed_0/acceptance/report.json", [8, 6], train_tokens=12_345, train_seed=0)
-    write_report(tmp_path / "seed_1/acceptance/report.json", [4], train_tokens=None)
-    compare.print_table(compare.read_reports([tmp_path / "seed_0", tmp_path / "seed_1"]))
-    first, _, second, _ = (line.split("│")[8:13] for line in capsys.readouterr().out.splitlines() if ": " in line)
-    assert [cell.strip() for cell in first] == ["0.000", "2", "50", "12,345", "0"]
-    assert [cell.strip() for cell in second] == ["0.000", "1", "50", "", ""]
 
 
 def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: Callable[..., str]) -> None:
@@ -168,27 +157,8 @@ def answer(text: str, *accepted: int) -> Generation:
     return Generation(tokens, len(accepted), 0, 3 * len(accepted), at, list(accepted))
 
 
-def byte_pieces() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose tokens are words with their space in front, or single bytes."""
-    words = ["\u2581Hi", "\u2581there", "!"]
-    vocab = [*words, *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>"]
-    tokenizer = Tokenizer(
-        models.BPE({token: index for index, token in enumerate(vocab)}, [], unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def test_pieces_keep_the_spaces_between_them_and_characters_whose_bytes_lie_in_several() -> None:
-    snow = [3 + byte for byte in "\u2603".encode()]  # three bytes
-    generation = Generation([0, 1, *snow, 2], 3, 0, 9, [2, 1, 0], [1, 1, 0])
-    shown = [("Hi", False), (" there", True), ("\u2603!", False)]
-    assert pieces(generation, byte_pieces()) == shown
-
-
-HOSTILE = "<script>$x_$ &"
+HOSTILE = "<script>$x_\u2603"
+"""Its last character has three tokens, of which the first is an accepted draft."""
 
 
 def test_examples_are_whole_answers_whose_accepted_drafts_are_marked() -> None:

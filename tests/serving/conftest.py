@@ -39,7 +39,7 @@ class Served:
     """Holds what mtptrain and vLLM generated for a case."""
 
     ours: list[Generation]
-    """mtptrain's answers with the intact head, even if vLLM served a broken one; empty for a job without drafts."""
+    """mtptrain's answers with the intact head, even if vLLM served a broken one."""
     theirs: JobRun
 
 
@@ -100,7 +100,7 @@ def serve_by_vllm(
                 facts["method"] = "dflash"
             target_dir = export if facts["holds_target"] else on_disk.directory
             draft = speculative_config(facts, export, case.num_speculative_tokens)
-            jobs.append(job_of(str(case), target_dir, dtype=case.dtype, speculative_config=draft))
+            jobs.append(job_of(str(case), target_dir, draft, case.dtype))
         with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
             if with_plugin:
                 patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))

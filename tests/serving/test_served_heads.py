@@ -76,7 +76,7 @@ def test_prompt_lookup_has_the_counters_and_answers_of_vllms_ngram(
     vllm_python: str, target_of: Callable[[str], OnDisk]
 ) -> None:
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    job = job_of("ngram", target_of("llama").directory, speculative_config=settings)
+    job = job_of("ngram", target_of("llama").directory, settings)
     (theirs,) = generate([job], Path(vllm_python))
     generations = decoded_here(target_of("llama").target, PromptLookupDrafter(3, max_ngram=4, min_ngram=2), 3)
     ours = summarise(generations)

@@ -1,20 +1,15 @@
-"""Tests `mtptrain serving-bench` with a running vLLM, whose K varies with the batch size, and Ctrl-C."""
+"""Tests `mtptrain serving-bench` with a running vLLM, whose K varies with the batch size."""
 
 import json
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mtptrain.engines.vllm.engine import per_batch_size
 from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
-from tests.conftest import Run, program_command, succeed
-from tests.programs import ROOT, wait_until_ended
+from tests.conftest import Run, succeed
 from tests.serving.conftest import vllm_server
 from tests.serving.ours import OnDisk
 
@@ -49,22 +44,3 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     assert rows[0]["drafted"] == 3 * rows[0]["rounds"], "K must be 3 for one request"
     # K must be 1 for two requests, except while the last request runs alone.
     assert rows[1]["drafted"] < 2 * rows[1]["rounds"]
-
-
-def test_ctrl_c_ends_every_process(run_of: Callable[[str], Run], tmp_path: Path) -> None:
-    command = program_command("serving-bench", *run_of("vllm")[1], f"serving.output_dir={tmp_path}")
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            log = tmp_path / "serving_bench/server_K0.log"
-            while not (log.exists() and "EngineCore" in log.read_text()):
-                assert process.poll() is None
-            children = psutil.Process(process.pid).children(recursive=True)
-            groups = {os.getpgid(each.pid) for each in children} - {os.getpgid(process.pid)}
-            assert len(groups) == 1, "the server must have a process group"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130 and "stopped by Ctrl-C" in process.stderr.read()
-        finally:
-            process.kill()
-    for child in children:
-        wait_until_ended(child.pid, timeout_s=120)

@@ -20,13 +20,13 @@ class JobRun(EngineRun):
     error: str = ""
 
 
-def job_of(name: str, target_dir: Path, **settings: Any) -> dict[str, Any]:
-    """Returns a job of `vllm_jobs_worker.py` that decodes all prompts greedily, without drafts by default."""
+def job_of(name: str, target_dir: Path, speculative_config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """Returns a job of `vllm_jobs_worker.py` that decodes all prompts greedily."""
     # If a request comes within 2 * K tokens of the engine's context, vLLM's drafts become useless for all requests.
     sizes = {"max_new_tokens": MAX_NEW_TOKENS, "max_model_len": CONTEXT_TOKENS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
-    where = {"dtype": "float32", "tensor_parallel_size": 1, "device_type": "cpu"}
-    asked = {"prompts": PROMPTS, "stop_token_ids": [EOS], "speculative_config": None}
-    return {"name": name, "target_dir": str(target_dir), **sizes, **where, **asked, **settings}
+    where = {"dtype": dtype, "tensor_parallel_size": 1, "device_type": "cpu"}
+    asked = {"prompts": PROMPTS, "stop_token_ids": [EOS], "speculative_config": speculative_config}
+    return {"name": name, "target_dir": str(target_dir), **sizes, **where, **asked}
 
 
 def generate(jobs: Sequence[dict[str, Any]], python: Path) -> list[JobRun]:
@@ -39,6 +39,5 @@ def generate(jobs: Sequence[dict[str, Any]], python: Path) -> list[JobRun]:
 def run_of(version: str, result: dict[str, Any]) -> JobRun:
     if "error" in result:
         return JobRun(version, [], None, None, result["error"])
-    counters, names = result["counters"], ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
-    counts = EngineCounts(*(counters[name] for name in names)) if counters else None
-    return JobRun(version, result["tokens"], counts, result["accepted_by_round"])
+    rounds, drafted, *accepted_at = result["counters"]
+    return JobRun(version, result["tokens"], EngineCounts(rounds, drafted, accepted_at), result["accepted_by_round"])

@@ -19,7 +19,6 @@ from vllm_worker import build  # type: ignore[import-not-found]  # isort: skip
 from vllm import SamplingParams, __version__  # isort: skip
 from vllm.distributed import cleanup_dist_env_and_memory  # isort: skip
 
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
 MIN_BATCHED_TOKENS = 4096
 
 
@@ -36,15 +35,14 @@ def run_and_clean_up(engine: dict[str, Any]) -> dict[str, Any]:
 
 def generate(engine: dict[str, Any]) -> dict[str, Any]:
     """Returns greedy answers to all prompts at once, and how much the counters grew: see `EXACT` of the vLLM engine."""
-    draft = engine["speculative_config"]
-    metrics = {} if draft is None else {"speculative_config": draft, "per_request_spec_decode_metrics": "detailed"}
     llm = build(
         engine,
         max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        **metrics,
+        speculative_config=engine["speculative_config"],
+        per_request_spec_decode_metrics="detailed",
     )
     sampling = SamplingParams(
         temperature=0.0,
@@ -57,28 +55,20 @@ def generate(engine: dict[str, Any]) -> dict[str, Any]:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in engine["prompts"]], sampling, use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
     accepted = [answer.spec_decode_metrics and answer.spec_decode_metrics.per_step_accepted for answer in answers]
+    # The counters go on where those of the engine before ended.
+    counters = [after - number for number, after in zip(before, read_counters(llm), strict=True)]
     return {
         "tokens": [list(answer.token_ids) for answer in answers],
-        "counters": difference(before, read_counters(llm)),
-        "accepted_by_round": None if draft is None else [rounds or [] for rounds in accepted],
+        "counters": counters,
+        "accepted_by_round": [rounds or [] for rounds in accepted],
     }
 
 
-def read_counters(llm: Any) -> dict[str, Any]:
-    """Returns vLLM's drafting counters, each a number or a list; empty for an engine without drafts."""
+def read_counters(llm: Any) -> list[int]:
+    """Returns vLLM's counters of rounds, of drafts, and of drafts accepted at each position."""
     metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    counters = {name: metrics[name] for name in COUNTERS if name in metrics}
-    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in counters.items()}
-
-
-def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns how much the counters grew. vLLM does not reset them when the next engine of the process starts."""
-    return {
-        name: [b - a for a, b in zip(before[name], value, strict=True)]
-        if isinstance(value, list)
-        else value - before[name]
-        for name, value in after.items()
-    }
+    totals = (metrics[name].value for name in ("num_drafts", "num_draft_tokens"))
+    return [*totals, *metrics["num_accepted_tokens_per_pos"].values]
 
 
 if __name__ == "__main__":
