@@ -332,3 +332,14 @@ def fresh_run(tiny_run: Run, tmp_path: Path) -> Run:
     run_dir, overrides = tiny_run
     shutil.copytree(run_dir, tmp_path / "run")
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides)
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Copies `tiny_run` and runs stages 3 to 5. Returns the folder and the overrides, including run_dir."""
+    directory = tmp_path_factory.mktemp("finished")
+    shutil.copytree(tiny_run[0], directory / "run")
+    overrides = (f"run_dir={directory}/run", *tiny_run[1])
+    for module in ("train", "acceptance", "export"):
+        (directory / f"{module}.out").write_text(succeed(module, *overrides).stdout)
+    return directory / "run", overrides

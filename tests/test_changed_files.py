@@ -25,7 +25,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, sealed, write_json, write_sealed
-from tests.conftest import Run, run_program, succeed
+from tests.conftest import Run, run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
 
@@ -45,16 +45,6 @@ def edit(key: str, value: object) -> Change:
 
 def ask_another_question(path: Path) -> None:
     path.write_text(path.read_text().replace('"window": 0', '"window": 1', 1))
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose head is trained, measured and exported."""
-    directory = tmp_path_factory.mktemp("changed")
-    shutil.copytree(tiny_run[0], directory / "run")
-    for module in ("train", "acceptance", "export"):
-        succeed(module, f"run_dir={directory}/run", *tiny_run[1])
-    return directory / "run", tiny_run[1]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +68,7 @@ def test_a_changed_file_is_named_before_it_is_used(
         for stage in (tmp_path / "other").iterdir():
             (tmp_path / "run" / stage.name).symlink_to(stage)
     change(tmp_path / "run" / name)
-    result = run_program(module, f"run_dir={tmp_path}/run", *finished[1])
+    result = run_program(module, *finished[1], f"run_dir={tmp_path}/run")
     assert result.returncode == 1, result.stdout[-2000:]
     reason = "exist, but does not" if change is Path.unlink else "be as mtptrain wrote it, but was changed or damaged"
     assert result.stderr.startswith("error: ") and f"{tmp_path}/run/{name}: must {reason}" in result.stderr

@@ -10,7 +10,6 @@ import pytest
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import TINY_SETTINGS, Run, make_config, make_target, run_program, succeed, write_text_files
 from tests.families import EXACT, IMAGE_MODELS, write_image_model, write_member
-from tests.mtptrain.train.runs import copy_of
 
 
 def report_of(directory: Path) -> dict[str, Any]:
@@ -21,15 +20,6 @@ def report_of(directory: Path) -> dict[str, Any]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"acceptance.prompts_file={path}"
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns a run with all five stages finished. The output of stages 3 to 5 is in its parent folder."""
-    run_dir, overrides = run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1])), tmp_path_factory.mktemp("pipeline"))
-    for module in ("train", "acceptance", "export"):
-        (run_dir.parent / f"{module}.out").write_text(succeed(module, *overrides).stdout)
-    return run
 
 
 def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_its_counts(finished: Run) -> None:

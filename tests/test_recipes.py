@@ -32,11 +32,12 @@ OUT_OF_RANGE = [
     ("train.betas", "[0.9,1.0]", "in [0, 1), but is [0.9, 1.0]"),
     ("hidden_states.part", "1", "below hidden_states.num_parts=1, but is 1"),
     ("head=peagle head.ttt_steps=3 acceptance.num_speculative_tokens", "4", "be at most head.ttt_steps=3 "),
-    (
-        "head=dflash head.ttt_steps=3 acceptance.num_speculative_tokens",
-        "4",
-        "or train with head.ttt_steps=4",
-    ),
+    ("head=dflash head.ttt_steps=3 acceptance.num_speculative_tokens", "4", "or train with head.ttt_steps=4"),
+    ("acceptance.temperatures", "[0.7,0.70000001]", "at least 0.01 that differ from each other and from "),
+    ("acceptance.top_p", "0.9", "be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0"),
+    ("acceptance.baselines=[tree] acceptance.sample_drafts", "true", "be false if acceptance.baselines names `tree`"),
+    ("acceptance.baselines=[model] acceptance.draft_model", "null", "be set if and only if acceptance.baselines names"),
+    ("acceptance.baselines=[tree] acceptance.tree_top_k=2 acceptance.tree_nodes", "32", "at most 10, the candidates "),
 ]
 """For each kind of bound and relation, settings of which the last is out of range, and a part of the error message."""
 
@@ -89,19 +90,3 @@ def test_a_value_out_of_range_is_refused_by_name() -> None:
         assert str(refused.value).startswith(f"{setting}: must ")
         assert message in str(refused.value)
     make_config("head=eagle3", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")  # a chain goes on
-
-
-NOT_TOGETHER = [
-    ("temperatures=[0.7,0.70000001]", r"at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7"),
-    ("top_p=0.9", "top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0"),
-    ("baselines=[tree] sample_drafts=true", "sample_drafts: must be false if acceptance.baselines names `tree`"),
-    ("baselines=[model]", "draft_model: must be set if and only if acceptance.baselines names `model`, but is None"),
-    ("baselines=[tree] tree_top_k=2", "tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32"),
-]
-"""Settings of acceptance that contradict each other, and the message."""
-
-
-def test_what_cannot_be_measured_together_is_refused() -> None:
-    for overrides, message in NOT_TOGETHER:
-        with pytest.raises(ValueError, match=message):
-            make_config(*(f"acceptance.{override}" for override in overrides.split()))

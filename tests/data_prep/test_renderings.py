@@ -140,14 +140,11 @@ def test_an_answer_that_the_template_does_not_render_after_its_prompt_is_left_ou
         assert refusal(needs_message + template, [greeting]) == NO_PROMPT
     assert render_conversation(tokenizer_of(needs_message + CHATML), messages).trained == 3
     # The first of two answers in a row stands otherwise in the prompt of the second than before it.
-    texts = generated_parts(QWEN3, [*chat("1?", "one"), chat("", "two")[1], *chat("2?", "three")])
-    assert texts == [["three<|im_end|>\n"], ["one<|im_end|>\n"]]
-
-
-def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own() -> None:
     messages = [*chat("1?", "one"), chat("", "two")[1], *chat("2?", "three")]
-    template = "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<|im_end|>' }}"
-    parts = generated_parts(template + "{% endfor %}", messages)
+    assert generated_parts(QWEN3, messages) == [["three<|im_end|>\n"], ["one<|im_end|>\n"]]
+    # With nothing between them, each of the two stands in a document of its own.
+    bare = "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<|im_end|>' }}"
+    parts = generated_parts(bare + "{% endfor %}", messages)
     assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
 
 
