@@ -63,8 +63,8 @@ class GenerationDefaults:
     """What a target's generation_config.json sets, and the ends of its texts. None where the file is silent."""
 
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a text: those of generation_config.json, or of config.json if it lists none. `TargetFiles` adds
-    the tokenizer's, at which servers stop too."""
+    """Tokens that end a text: those of generation_config.json, or of config.json without that file, as in transformers
+    and vLLM. `TargetFiles` adds the tokenizer's, at which servers stop too."""
     do_sample: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -123,8 +123,8 @@ class GenerationDefaults:
 def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDefaults:
     """Returns what generation_config.json sets. Raises UserError for values that no engine takes."""
     path = target_dir / FILE
-    given = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {"eos_token_id": None, **read_json(path, DOWNLOAD_AGAIN)} if path.is_file() else {}
+    given = {name: value for name, value in given.items() if value is not None or name == "eos_token_id"}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
     parsed = parse_generation(given, path, config)
@@ -159,7 +159,7 @@ def parse_generation(given: dict[str, Any], path: Path, config: PreTrainedConfig
         or (name.endswith("token_id") and value is not False)
     }
     ends, source = as_ids(given.get("eos_token_id")), path
-    if not ends:
+    if "eos_token_id" not in given:
         ends, source = as_ids(config.eos_token_id), path.with_name("config.json")
     for token in ends:
         if isinstance(token, bool) or not (isinstance(token, int) and 0 <= token < config.vocab_size):

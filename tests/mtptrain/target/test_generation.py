@@ -26,11 +26,11 @@ def read(directory: Path, config_eos: Any = None, **settings: Any) -> Generation
 
 
 def test_a_text_ends_at_the_files_tokens_and_at_the_tokenizers(tmp_path: Path) -> None:
-    for ends, config, expected in (([3, 4], 5, (3, 4)), (0, 5, (0,)), ([], 5, (5,)), (None, [5, 6], (5, 6))):
-        found = read(tmp_path, config, eos_token_id=ends)
-        assert found.eos_token_ids == expected
-    assert found.ending_at(6).eos_token_ids == (5, 6) and found.ending_at(7).eos_token_ids == (5, 6, 7)
+    for ends, expected in (([3, 4], (3, 4)), (0, (0,)), ([], ()), (None, ())):  # without ends, vLLM reads none either
+        assert read(tmp_path, [5, 6], eos_token_id=ends).eos_token_ids == expected
     (tmp_path / "generation_config.json").unlink()
+    found = read_generation(tmp_path, write_config(tmp_path, model_type="llama", eos_token_id=[5, 6]))
+    assert [found.ending_at(token).eos_token_ids for token in (None, 6, 7)] == [(5, 6), (5, 6), (5, 6, 7)]
     assert read_generation(tmp_path, write_config(tmp_path, model_type="llama", eos_token_id=None)).eos_token_ids == ()
 
     directory = make_target(tmp_path / "target")
