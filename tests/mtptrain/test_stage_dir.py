@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -211,28 +210,16 @@ with StageDir(Path(sys.argv[1])).writing():
 LOCK = ".mtptrain.lock"
 
 
-@contextmanager
-def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yields a process that holds the folder until it is killed, at the end of the block."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_second_program_is_refused_and_the_lock_of_a_killed_one_is_free_and_a_finished_or_refused_one_leaves_none(
     tmp_path: Path,
 ) -> None:
     folder = StageDir(tmp_path / "run/train")
-    with (
-        holder(folder.path) as process,
-        pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"),
-        folder.writing(),
-    ):
-        pass
+    command = [sys.executable, "-c", HOLD, str(folder.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"), folder.writing():
+            pass
+        process.kill()
     assert (folder.path / LOCK).is_file()
     with folder.writing() as directory, StageDir(directory).writing(part=1):
         (directory / "metrics.jsonl").touch()

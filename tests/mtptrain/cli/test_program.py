@@ -74,14 +74,10 @@ def texts() -> dict[str, str]:
 
 
 def test_every_command_that_is_named_can_be_typed() -> None:
-    """Programs have one name: messages and pages say `mtptrain STAGE`, never the module."""
-    modules = {stage.program for stage in STAGES.values()}
     command = re.compile(r"(?:(?:run|rerun|-m|^|#) |`)mtptrain ([a-z][a-z-]+)", re.MULTILINE)
     named = {(name, stage) for name, text in texts().items() for stage in command.findall(text)}
     assert {stage for _, stage in named} >= set(STAGES)
     assert sorted(each for each in named if each[1] not in STAGES) == []
-    old = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, modules)) + r")(?![\w/(])(?!\.[a-z_])")
-    assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/cli/stages.py"]
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:

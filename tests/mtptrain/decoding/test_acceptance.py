@@ -70,6 +70,13 @@ def test_batches_respect_the_bounds_on_prompts_and_tokens() -> None:
 K, PROMPTS = 3, random_prompts(5)
 
 
+def continued(target: Target, sampler: Sampler, answers: list[list[int]], max_new_tokens: int) -> list[Generation]:
+    """Returns what is generated with a random head after given answers."""
+    drafter = HeadDrafter(random_head(target), target.parts, K)
+    settings = {"num_speculative_tokens": K, "max_new_tokens": max_new_tokens, "eos_token_ids": (), "batch_size": 3}
+    return generate_in_batches(target, drafter, PROMPTS, sampler=sampler, answers=answers, **settings)  # type: ignore[arg-type]
+
+
 def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Target) -> None:
     """Writes answers that accept 0, 1, 2 and 3 of the head's drafts in turn, and then differ from the next."""
     head, answers = random_head(target), []
@@ -80,17 +87,7 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
             text += drafts[:accepted]
             text.append((drafts[accepted] + 1) % 256 if accepted < K else 9)
         answers.append(text[len(prompt) :])
-    generations = generate_in_batches(
-        target,
-        HeadDrafter(head, target.parts, K),
-        PROMPTS,
-        num_speculative_tokens=K,
-        max_new_tokens=len(answers[0]),
-        sampler=Sampler(),
-        eos_token_ids=(),
-        batch_size=3,
-        answers=answers,
-    )
+    generations = continued(target, Sampler(), answers, len(answers[0]))
     for answer, generation in zip(answers, generations, strict=True):
         assert generation.tokens == answer
         assert generation.accepted_by_round == [0, 1, 2, 3] and generation.accepted_at == [3, 2, 1]
@@ -99,7 +96,5 @@ def test_given_answers_are_drafted_from_the_states_of_these_answers(target: Targ
 def test_past_the_end_of_a_given_answer_the_target_chooses_with_the_samplers_penalties(target: Target) -> None:
     sampler = Sampler(repetition_penalty=1.5)
     whole = [each.tokens for each in decode(target, NoDrafter(), PROMPTS, sampler=sampler)]
-    lengths = {"num_speculative_tokens": K, "max_new_tokens": 24, "eos_token_ids": (), "batch_size": 3}
-    begun = {"sampler": sampler, "answers": [tokens[:10] for tokens in whole], **lengths}
-    drafter = HeadDrafter(random_head(target), target.parts, K)
-    assert [each.tokens for each in generate_in_batches(target, drafter, PROMPTS, **begun)] == whole  # type: ignore[arg-type]
+    begun = [tokens[:10] for tokens in whole]
+    assert [each.tokens for each in continued(target, sampler, begun, 24)] == whole

@@ -119,21 +119,15 @@ def test_verify_names_a_shard_with_a_flipped_bit_and_one_that_is_truncated_or_mi
         path.unlink(missing_ok=True)
 
 
-def positions_of(path: Path) -> dict[str, int]:
-    """Returns the position of each tensor's last byte in a shard."""
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(header))
-    ends = {name: entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"}
-    return {name: 8 + header + end - 1 for name, end in ends.items()}
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8_aux"])
 def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path: Path, dtype: str) -> None:
     identity = replace(IDENTITY, capture_layers=(0, 2), dtype=dtype)
     make_store(tmp_path, identity)
     path = tmp_path / "shard_00002.safetensors"
-    positions = positions_of(path)
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    entries = json.loads(path.read_bytes()[8 : 8 + header])
+    ends = {name: entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"}
+    positions = {name: 8 + header + end - 1 for name, end in ends.items()}  # of each tensor's last byte
     on_opening = {name for name in positions if name.startswith("document_") or name == "loss_mask"}
     assert len(on_opening) == 4 and {"hidden_states", "aux_hidden_states", "input_ids"} <= positions.keys()
     assert ("aux_hidden_states_scales" in positions) == (dtype != "bfloat16")

@@ -37,10 +37,6 @@ def finish(directory: Path) -> StoreManifest | None:
     return finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
 
 
-def remove_shard(directory: Path, index: int) -> None:
-    (directory / f"shard_{index:05d}.safetensors").unlink()
-
-
 def test_an_unfinished_store_is_refused_and_only_shards_with_a_record_and_their_length_are_trusted(
     tmp_path: Path,
 ) -> None:
@@ -109,11 +105,11 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     assert manifest == finish(parts), "a second part that ends at the same time must return the same manifest"
     assert read_all(parts) == whole
     # A shard that was lost is written again, with other bytes as on another machine, while other parts begin.
-    remove_shard(parts, 0)
+    (parts / "shard_00000.safetensors").unlink()
     assert begin(parts, EVEN) is None and finish(parts) is None
     assert finished_shards(parts, range(4)).keys() == {1, 2, 3} and not (parts / "manifest.json").exists()
     write_shard(parts, 0, make_shard(9, range(0, 3)))
-    remove_shard(parts, 2)  # as if the shard were lost after its record was written
+    (parts / "shard_00002.safetensors").unlink()  # as if the shard were lost after its record was written
     assert finish(parts) is None
     write_shard(parts, 2, shards[2])
     assert begin(parts, ODD) is None and (manifest := finish(parts)) is not None

@@ -25,9 +25,8 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import FAMILIES, Run, make_config, make_target, run_program, succeed, tiers
+from tests.conftest import FAMILIES, Run, make_config, make_target, run_program, tiers
 from tests.families import IMAGE_MODELS, REFUSED, write_image_model, write_member
-from tests.mtptrain.train.runs import FP32, copy_of, figures, train
 
 CPU = torch.device("cpu")
 
@@ -207,22 +206,3 @@ def test_prompts_that_the_model_cannot_read_with_answer_and_drafts_are_refused(
     result = run_program("hidden-states", *fresh_run[1], *settings)
     assert result.returncode != 0
     assert "prompts.max_document_tokens: documents must have at most 50 tokens, the max_position" in result.stderr
-
-
-DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
-
-
-@pytest.mark.slow
-def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(fresh_run: Run, tmp_path: Path) -> None:
-    """Compares two ranks with ZeRO 2 and one rank with ZeRO 0. Also tests that transformers loads the export."""
-    run_dir, settings = fresh_run
-    elsewhere = copy_of(fresh_run, tmp_path / "plain")
-    plain = figures(train(elsewhere, *DRAFT, "deepspeed=zero0", "train.validation_prompts=0"))
-    ours = figures(train(fresh_run, *DRAFT, "deepspeed=zero2", FP32, "train.validation_prompts=0", num_ranks=2))
-    assert len(ours) == len(plain) == 6 and ours[-1][0] < ours[0][0]
-    assert all(one == pytest.approx(other, rel=1e-4) for one, other in zip(ours, plain, strict=True))
-    succeed("export", *settings, *DRAFT)
-    written = dict(AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm").named_parameters())
-    trained = load_file(run_dir / "train/last/head.safetensors")
-    assert written.keys() == trained.keys(), "a tied weight is listed once"
-    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())

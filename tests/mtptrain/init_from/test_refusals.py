@@ -16,7 +16,8 @@ from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
-from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, MEDUSA, MTP, Changes, Stored, without, write
+from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS
+from tests.mtptrain.init_from.written_heads import DFLASH, MEDUSA, MTP, Changes, Stored, without, write
 
 MIMO_ARGUMENTS = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 Refusals = list[tuple[Changes, str]]
@@ -109,7 +110,7 @@ def test_a_config_that_cannot_be_honoured_is_refused_by_the_key(heads: dict[str,
     for kind, head in heads.items():
         refusals = OF_ALL + OF_KIND.get(kind, [])
         if kind != "medusa":
-            refusals = refusals + OF_LAYERS + (OF_HEADS_WITHOUT_WINDOWS if kind not in BLOCK_KINDS else [])
+            refusals = refusals + OF_LAYERS + (OF_HEADS_WITHOUT_WINDOWS if kind not in BLOCK_DRAFTERS else [])
             head.is_read(unused)
             head.is_read({**unused, "layer_types": ["full_attention"] * 2, "attention_sink": None})
         for changes, message in refusals:

@@ -37,7 +37,6 @@ EXPORTS: dict[str, tuple[str, heads.HeadConfig]] = {
     "dflash2": ("vllm", DFLASH2),
 }
 """The engine and the settings of one head of each kind."""
-BLOCK_KINDS = ("dflash", "dspark", "dflash2")
 
 
 def random_state(config: heads.HeadConfig, target_dir: Path) -> Tensors:

@@ -151,6 +151,8 @@ TOO_MUCH = {
     f"{VLLM}=4 prompts.max_document_tokens=1024": (
         "must fit into 72 GB of each GPU with vLLM, but take 79.6 GB, of which 44.3 GB are states"
     ),
+    # The last layer, which is stored anyway, counts once, and every GPU has the states of all layers.
+    f"{VLLM}=8 prompts.max_document_tokens=1024 head=eagle3 head.capture_layers=[2,40,80]": "of which 133 GB are",
     "planner.gpu_memory_gb=170 acceptance.batch_tokens=500000 acceptance.batch_size=99 train.validation_prompts=999": (
         "acceptance.batch_tokens: validation must fit into 170 GB of each GPU, but takes"
     ),
@@ -173,19 +175,6 @@ def test_a_target_is_spread_where_one_gpu_has_no_room(llama_70b: Path) -> None:
     assert "17.6 GB of weights on each GPU, spread by accelerate over 8 in one process" in spread.rows["target"]
     assert "% of 1 x 989" in spread.rows["time of hidden states"] and "% of 8 x 989" in spread.rows["time of training"]
     assert "validation" not in str(spread.rows) + str(spread.warnings)
-
-
-def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(llama_70b: Path) -> None:
-    """Every GPU needs pages for two batches and the longest document, whatever the tensor-parallel size. The last layer
-    counts once, even if it is also captured."""
-    settings = ("hidden_states.backend=vllm", "hidden_states.batch_tokens=512", "prompts.max_document_tokens=100")
-    for layers, num_streams, ranks in (("[2,40,77]", 4, 4), ("[2,40,80]", 3, 8)):
-        head = ("head=eagle3", f"head.capture_layers={layers}", f"hidden_states.tensor_parallel_size={ranks}")
-        plan = Plan(make_config(f"target.path={llama_70b}", *LARGE, *settings, *head))
-        states = (2 * 512 + 100) * 80 * num_streams * 8192 * 2 / 1e9
-        weights = 2 * plan.target.num_parameters / ranks / 1e9
-        shown = f"{weights + states:.3g} GB: weights {weights:.3g} GB, states in flight {states:.3g} GB"
-        assert plan.rows["extraction, each GPU"] == shown and "in flight" not in str(plan.warnings)
 
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:

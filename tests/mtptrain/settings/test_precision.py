@@ -21,8 +21,7 @@ from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16
 from tests.conftest import compose_config, make_config
 
-WITHOUT, WITH = "0", "1"
-CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
+CHOICES = {"0": (Dtype.float32, False, 0), "1": (Dtype.bfloat16, True, 1)}
 """The dtype, whether DeepSpeed's bf16 is on, and the ZeRO stage."""
 
 

@@ -1,7 +1,6 @@
 """Tests that targets of all families are run as transformers runs them, or refused with the reason."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +28,9 @@ IDS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(0))  #
 PROMPTS = [IDS[0, :25].tolist(), IDS[1, :7].tolist(), IDS[1, :18].tolist()]
 
 
-@pytest.fixture
-def member(tmp_path: Path) -> Callable[[str], Path]:
-    def write(name: str) -> Path:
-        torch.manual_seed(0)
-        return write_member(tmp_path / "target", *EXACT[name])
-
-    return write
+def member(directory: Path, name: str) -> Path:
+    torch.manual_seed(0)
+    return write_member(directory, *EXACT[name])
 
 
 def load(directory: Path) -> Target:
@@ -71,12 +66,12 @@ CORE = (
 @torch.no_grad()
 @pytest.mark.parametrize("name", tiers(EXACT, CORE))
 def test_a_member_of_a_family_computes_what_transformers_does(
-    member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The states of a text are not computed as those of single tokens are: transformers' own results differ as much.
     tolerance = 3e-4 if name in KEEPS_STATES else 1e-5
     monkeypatch.setattr(loading, "EXACT", tolerance)
-    directory = member(name)
+    directory = member(tmp_path, name)
     target = load(directory)
     assert target.form.keeps_states == (name in KEEPS_STATES)
     own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
@@ -156,9 +151,9 @@ FAULTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", tiers(FAULTS, ["granite", "olmo3"]))
 def test_the_check_finds_a_form_that_is_not_the_models(
-    member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = member(name)
+    directory = member(tmp_path, name)
     found = load(directory).form
     for module in ("model", "frozen_parts"):
         monkeypatch.setattr(f"mtptrain.target.{module}.find_form", lambda _: replace(found, **FAULTS[name]))
@@ -167,10 +162,8 @@ def test_the_check_finds_a_form_that_is_not_the_models(
 
 
 @pytest.mark.parametrize("name", tiers(["gpt_oss", "mimo_v2_flash", "gemma2"], ["gpt_oss"]))
-def test_the_check_finds_lost_sinks_and_soft_caps(
-    member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = member(name)
+def test_the_check_finds_lost_sinks_and_soft_caps(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = member(tmp_path, name)
     target = load(directory)
     monkeypatch.setattr(causal_attention, "Extras", lambda *args: PLAIN)
     with pytest.raises(UserError, match="logits of a text must be those of transformers' own forward"):
@@ -181,26 +174,26 @@ def test_the_check_finds_lost_sinks_and_soft_caps(
 
 
 def test_in_bf16_too_the_check_finds_wrong_attention_over_a_cache(
-    member: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(member("llama"), torch.bfloat16, CPU)
+    target = load_target(member(tmp_path, "llama"), torch.bfloat16, CPU)
     monkeypatch.setattr(causal_attention, "masked_attention", lambda query, *args: torch.zeros_like(query))
     with pytest.raises(UserError, match="logits after rejected drafts must be those of transformers' own forward"):
         loading.check_target(target)
 
 
 def test_a_model_that_rounds_but_returns_logits_in_fp32_is_judged_by_the_dtype_that_it_computes_in(
-    member: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    target = load_target(member("nemotron_h"), torch.bfloat16, CPU)
+    target = load_target(member(tmp_path, "nemotron_h"), torch.bfloat16, CPU)
     ids = IDS.clamp(max=target.config.vocab_size - 1)
     assert target.model(input_ids=ids).logits.dtype is torch.float32
     loading.check_target(target)
 
 
 @pytest.mark.parametrize("name", tiers(["qwen3_next", "qwen3_5_text", "lfm2", "jamba"], ["qwen3_5_text"]))
-def test_the_check_finds_states_that_leak_between_packed_documents(member: Callable[[str], Path], name: str) -> None:
-    target = load(member(name))
+def test_the_check_finds_states_that_leak_between_packed_documents(tmp_path: Path, name: str) -> None:
+    target = load(member(tmp_path, name))
     target.form = replace(target.form, keeps_states=False)
     with pytest.raises(UserError, match=r"states of documents after \d layers must be"):
         check_streams(target)

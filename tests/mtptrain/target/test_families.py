@@ -1,8 +1,9 @@
-"""Tests what is read from a target's configs, what heads take from them, and what its identity depends on."""
+"""Tests what is read from a target's configs, what heads take from them, its identity, and the packaged target."""
 
 import json
 import math
 import shutil
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.data.prompt_files import is_held_out
 from mtptrain.heads.layers import Rope
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import DEMO_DIR, weights_fingerprint
+from mtptrain.target.hub import DEMO_DIR, load_tokenizer, weights_fingerprint
+from mtptrain.target.loading import load_target
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.families import IMAGE_MODELS
 from tests.mtptrain.target.inputs import write_config
@@ -73,3 +76,16 @@ def test_a_change_to_any_one_tensor_changes_the_identity(tmp_path: Path) -> None
     for changed in tensors:
         save_file({name: tensor * 1.5 if name == changed else tensor for name, tensor in tensors.items()}, path)
         assert weights_fingerprint(path.parent) != base, changed
+
+
+def test_the_packaged_target_has_the_published_loss_on_files_of_this_machines_library() -> None:
+    """Allows 25 % plus 0.5 nats more, because another Python has other files. Random weights have ln 4096 = 8.3."""
+    figures = json.loads((DEMO_DIR / "figures.json").read_text())
+    target = load_target(DEMO_DIR, torch.float32, torch.device("cpu"))
+    files = [path for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if is_held_out(path.name, 0.1)]
+    tokenizer, losses = load_tokenizer(DEMO_DIR), []
+    for path in files:
+        ids = torch.tensor(tokenizer(path.read_text()[:1000])["input_ids"][:160])
+        losses.append(torch.nn.functional.cross_entropy(target.model(ids[None]).logits[0, :-1], ids[1:]))
+    published = figures["held_out_source_by_position"]["nats_per_token"].values()
+    assert len(losses) > 10 and sum(losses) / len(losses) < 1.25 * max(published) + 0.5

@@ -1,6 +1,8 @@
-"""Tests that losses fall, and that they agree for every number of ranks, ZeRO stage, precision and compilation."""
+"""Tests that losses fall, and agree for every number of ranks, ZeRO stage, precision, optimizer and compilation."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file
 from mtptrain.heads.files import best_or_last
 from tests.conftest import Run, run_program, succeed, tiers
 from tests.mtptrain.train.conftest import Reference
-from tests.mtptrain.train.runs import FP32, PLAIN_STEPS, assert_close, records, train
+from tests.mtptrain.train.runs import FP32, PLAIN_STEPS, assert_close, copy_of, records, train
 
 
 def test_the_loss_falls_and_records_say_what_the_steps_did_with_their_time(reference: Reference) -> None:
@@ -93,3 +95,42 @@ def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh
     assert not list((fresh_run[0] / "train").glob("checkpoints/step_*")) and not (fresh_run[0] / "train/last").exists()
     result = run_program("train", *fresh_run[1], *diverging, "train.max_steps=11")  # between two records
     assert "train: the loss and its gradient must be finite, but a value at step 2 is not, with doc" in result.stderr
+
+
+MUON = ("train.optimizer=muon", "train.validation_prompts=0", "train.validate_every=0", "train.max_steps=8")
+
+
+def losses(run: Run, directory: Path, *overrides: str, num_ranks: int = 1) -> list[float]:
+    """Trains in a folder that has the run's hidden states, and returns the losses of all steps."""
+    if not directory.exists():
+        copy_of((run[0], ()), directory)
+    found = train((directory / "run", run[1]), f"run_dir={directory}/run", *MUON, *overrides, num_ranks=num_ranks)
+    return [record["loss"] for record in found]
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Returns the losses of one rank without ZeRO, where the optimizer sees the matrices themselves."""
+    return losses(tiny_run, tmp_path_factory.mktemp("muon") / "plain", "deepspeed=zero0")
+
+
+STAGES = [("zero0", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero2", 2)]
+
+
+@pytest.mark.parametrize(("zero", "num_ranks"), tiers(STAGES, [("zero2", 2)]))
+def test_muon_trains_with_any_stage_of_zero_and_number_of_ranks_as_on_one_rank_without(
+    tiny_run: Run, in_fp32: list[float], tmp_path: Path, zero: str, num_ranks: int
+) -> None:
+    assert in_fp32[-1] < in_fp32[0]
+    in_zero = () if zero == "zero0" else (FP32,)
+    partitioned = losses(tiny_run, tmp_path / "a", f"deepspeed={zero}", *in_zero, num_ranks=num_ranks)
+    assert partitioned == pytest.approx(in_fp32, rel=2e-4)
+
+
+def test_a_run_with_muon_in_bf16_on_two_ranks_resumes_to_the_last_digit(tiny_run: Run, tmp_path: Path) -> None:
+    settings, newest = ("deepspeed=zero1", "train.save_every=4", "train.keep_checkpoints=9"), "step_00000008"
+    whole = losses(tiny_run, tmp_path / "a", *settings, num_ranks=2)
+    for num_ranks, tolerance in ((2, 0.0), (1, 1e-2)):
+        shutil.rmtree(tmp_path / "a/run/train/checkpoints" / newest)
+        resumed = losses(tiny_run, tmp_path / "a", *settings, num_ranks=num_ranks)
+        assert resumed[-4:] == pytest.approx(whole[-4:], rel=tolerance, abs=0)
