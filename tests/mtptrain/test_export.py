@@ -30,7 +30,7 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
-from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
+from tests.conftest import GENERATION_TEMPLATE, make_config, make_tokenizer
 from tests.mtptrain.engines.conftest import random_head
 from tests.sealed import MANIFEST, seal_again, seal_prompts
 
@@ -40,11 +40,6 @@ EXPORTS = {
     "sglang, eagle3": ("sglang", EAGLE3, "LlamaForCausalLMEagle3", "EAGLE3"),
     "transformers, mtp": ("transformers", (), "LlamaForCausalLM", "use_mtp"),
 }
-
-
-@pytest.fixture(scope="module")
-def target_of_four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
@@ -69,14 +64,14 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
 
 @pytest.mark.parametrize("case", EXPORTS)
 def test_an_export_holds_all_that_serving_needs(
-    tmp_path: Path, target_of_four_layers: Path, case: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, deep_target: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, overrides, architecture, method = EXPORTS[case]
-    config = trained(tmp_path / "run", target_of_four_layers, f"export.engine={engine}", *overrides)
+    config = trained(tmp_path / "run", deep_target, f"export.engine={engine}", *overrides)
     export(Run(config))
     directory = tmp_path / "run/export" / engine
     assert f"written to {directory};" in capsys.readouterr().out, "the path is whole in a pipe too"
-    form = format_for(engine, config.head, read_target_config(target_of_four_layers))
+    form = format_for(engine, config.head, read_target_config(deep_target))
     assert {"config.json", "README.md", "serving.json", "stage.json", form.weights_name} <= {
         path.name for path in directory.iterdir()
     }
@@ -89,7 +84,7 @@ def test_an_export_holds_all_that_serving_needs(
         "head_sha256": file_sha256(tmp_path / "run/train/best/head.safetensors"),
     }
     readme = (directory / "README.md").read_text()
-    assert form.launch(str(target_of_four_layers), directory.resolve(), 3) in readme
+    assert form.launch(str(deep_target), directory.resolve(), 3) in readme
     assert "Acceptance length 2.500 (bonus token included), rate by position 0.750, 0.500, 0.250" in readme
     assert all(note in readme for note in form.notes())
     assert {path.name for path in directory.parent.iterdir()} == {engine}, "nothing temporary is left"
@@ -101,10 +96,10 @@ def test_an_export_holds_all_that_serving_needs(
 
 
 def test_the_mask_token_is_that_of_the_prompts_and_the_readme_tells_what_the_head_was_trained_on(
-    tmp_path: Path, target_of_four_layers: Path
+    tmp_path: Path, deep_target: Path
 ) -> None:
     overrides = ("export.engine=vllm", "head=dflash", "head.capture_layers=[1,2]", "prompts=conversations")
-    config, best = trained(tmp_path / "run", target_of_four_layers, *overrides), tmp_path / "run/train/best"
+    config, best = trained(tmp_path / "run", deep_target, *overrides), tmp_path / "run/train/best"
     config.stage_dir("prompts").mkdir()
     seal_prompts(config.stage_dir("prompts"), replace(MANIFEST, unused_token=7))
     with pytest.raises(UserError, match=r"head\.mask_token_id \(259 there, 7 here\); set head\.mask_token_id=259"):
@@ -120,9 +115,9 @@ def test_the_mask_token_is_that_of_the_prompts_and_the_readme_tells_what_the_hea
 
 
 def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the_readme(
-    tmp_path: Path, target_of_four_layers: Path
+    tmp_path: Path, deep_target: Path
 ) -> None:
-    target = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
+    target = Path(shutil.copytree(deep_target, tmp_path / "target"))
     make_tokenizer(GENERATION_TEMPLATE + "{{ enable_thinking }}").save_pretrained(target)
     write_json(target / "chat_template.json", {"chat_template": "another"})
     overrides = ("prompts=conversations", "+prompts.template_kwargs={enable_thinking: false}")
@@ -143,28 +138,26 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     assert "Pass them to `apply_chat_template`." in mode_note(mode, engine_of("transformers"))
 
 
-def test_what_is_refused_is_refused_before_anything_is_read_or_written(
-    tmp_path: Path, target_of_four_layers: Path
-) -> None:
+def test_what_is_refused_is_refused_before_anything_is_read_or_written(tmp_path: Path, deep_target: Path) -> None:
     overrides = ("export.engine=sglang", "head=eagle3", "head.capture_layers=[1,4]")
-    config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", *overrides)
+    config = make_config(f"run_dir={tmp_path}/run", f"target.path={deep_target}", *overrides)
     with pytest.raises(ValueError, match=r"head\.capture_layers: must be below the target's last layer"):
         export(Run(config))
-    config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", "head=hydra")
+    config = make_config(f"run_dir={tmp_path}/run", f"target.path={deep_target}", "head=hydra")
     with pytest.raises(
         ValueError, match=r"head: must be one of .* to be exported, but is hydra, which no engine has a"
     ):
         export(Run(config))
-    config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={target_of_four_layers}", "export.engine=vllm")
+    config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={deep_target}", "export.engine=vllm")
     with pytest.raises(ValueError, match="vLLM must not infer a method other than"):
         export(Run(config))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_was_written(
-    tmp_path: Path, target_of_four_layers: Path
+    tmp_path: Path, deep_target: Path
 ) -> None:
-    config, readme = trained(tmp_path / "run", target_of_four_layers), tmp_path / "run/export/vllm/README.md"
+    config, readme = trained(tmp_path / "run", deep_target), tmp_path / "run/export/vllm/README.md"
     shutil.move(tmp_path / "run/acceptance", tmp_path / "measured")
     export(Run(config))
     assert "Not measured: run `mtptrain acceptance`" in readme.read_text()
@@ -174,9 +167,9 @@ def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_w
 
 
 def test_an_export_that_would_propose_otherwise_is_refused_and_leaves_nothing(
-    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deep_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
+    config = trained(tmp_path / "run", deep_target, "export.engine=sglang")
     monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
     message = "the exported head must propose the same tokens as the trained one, as surely, but proposes"
     with pytest.raises(UserError, match=message):
@@ -185,9 +178,9 @@ def test_an_export_that_would_propose_otherwise_is_refused_and_leaves_nothing(
 
 
 def test_an_export_shows_no_path_of_the_home(
-    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deep_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target_dir = shutil.copytree(target_of_four_layers, tmp_path / "target")
+    target_dir = shutil.copytree(deep_target, tmp_path / "target")
     settings = json.loads((target_dir / "tokenizer_config.json").read_text())
     write_json(target_dir / "tokenizer_config.json", settings | {"name_or_path": str(target_dir)})
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -206,9 +199,9 @@ def test_an_export_shows_no_path_of_the_home(
     export(Run(config))
 
 
-def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_of_four_layers: Path) -> None:
+def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, deep_target: Path) -> None:
     """A 70B target would take 282 GB in fp32. Its embeddings and lm_head take 13 GB, in bf16 and fp32 together."""
-    target_dir = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
+    target_dir = Path(shutil.copytree(deep_target, tmp_path / "target"))
     tensors = load_file(target_dir / "model.safetensors")
     without = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
     save_file(without, target_dir / "model.safetensors")

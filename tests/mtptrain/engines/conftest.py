@@ -76,8 +76,3 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
     with fake_server() as server:
         yield server
-
-
-@pytest.fixture
-def target() -> PreTrainedConfig:
-    return target_config()

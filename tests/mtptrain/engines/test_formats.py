@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 
 from mtptrain.engines.table import ENGINES, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
@@ -40,16 +40,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+TARGET = target_config()
+
+
 def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
     """Returns every engine, head and variant with a `config.json`. See test_llama_cpp.py for the others.
 
     The format of `native_mtp` depends on the target's family: see tests/mtptrain/init_from/test_native_mtp.py.
     """
-    cases, target = [], target_config()
+    cases = []
     for engine in ENGINES:
         for name in engine_of(engine).formats:
             for settings in [{}, *VARIANTS.get(name, [])] if engine != "llama_cpp" and name != "native_mtp" else []:
-                if next(engine_of(engine).why_not(head_config(name, **settings), target), None) is None:
+                if next(engine_of(engine).why_not(head_config(name, **settings), TARGET), None) is None:
                     cases.append((str(engine), name, settings))
     return cases
 
@@ -57,11 +60,11 @@ def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
 CASES = all_cases()
 
 
-def test_every_format_writes_the_names_shapes_and_settings_of_its_engine(target: LlamaConfig) -> None:
+def test_every_format_writes_the_names_shapes_and_settings_of_its_engine() -> None:
     found = {}
     for engine, name, settings in CASES:
-        form = format_for(engine, head_config(name, **settings), target)
-        tensors = form.tensors(random_head(form.head, target).state_dict())
+        form = format_for(engine, head_config(name, **settings), TARGET)
+        tensors = form.tensors(random_head(form.head, TARGET).state_dict())
         found[f"{engine} {name} {json.dumps(settings)}"] = {
             "tensors": {key: [str(tensor.dtype)[6:], *tensor.shape] for key, tensor in sorted(tensors.items())},
             "config": {
@@ -86,10 +89,10 @@ def test_every_format_writes_the_names_shapes_and_settings_of_its_engine(target:
 
 @pytest.mark.parametrize(("engine", "name", "settings"), CASES)
 def test_a_heads_state_comes_back_exactly_from_what_is_written(
-    tmp_path: Path, target: LlamaConfig, engine: str, name: str, settings: dict[str, Any]
+    tmp_path: Path, engine: str, name: str, settings: dict[str, Any]
 ) -> None:
-    form = format_for(engine, head_config(name, **settings), target)
-    state = random_head(form.head, target).state_dict()
+    form = format_for(engine, head_config(name, **settings), TARGET)
+    state = random_head(form.head, TARGET).state_dict()
     tensors = form.tensors(state)
     restored = form.state(tensors)
     assert restored.keys() == state.keys()
@@ -99,10 +102,10 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
     check_tensors(tmp_path, form)
 
 
-def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:
+def test_every_launch_command_quotes_paths_for_the_shell() -> None:
     for engine, name, settings in [("llama_cpp", "eagle3", {}), *CASES]:
         if engine != "transformers":
-            form = format_for(engine, head_config(name, **settings), target)
+            form = format_for(engine, head_config(name, **settings), TARGET)
             words = shlex.split(form.launch("/Ann's target", Path("/Ann's heads/DIR"), 3))
             assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
 

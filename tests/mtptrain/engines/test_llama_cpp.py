@@ -10,7 +10,6 @@ from gguf import GGUFReader
 from mtptrain.engines.table import format_for, warn_of_limits
 from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.utils.errors import UserError
-from tests.conftest import make_target
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
@@ -27,10 +26,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.fixture
-def target_gguf(tmp_path: Path) -> Path:
+def target_gguf(tmp_path: Path, deep_target: Path) -> Path:
     """Returns a target's GGUF file, of which only sizes and tokenizer are read."""
-    directory = make_target(tmp_path / "target", num_hidden_layers=4)
-    return write_gguf(tmp_path / "target.gguf", directory, F32)
+    return write_gguf(tmp_path / "target.gguf", deep_target, F32)
 
 
 @pytest.mark.parametrize(("name", "settings", "family"), CASES)

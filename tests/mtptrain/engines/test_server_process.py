@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from mtptrain.engines import process as server_process
 from mtptrain.engines.llama_cpp.server import LlamaServer
 from mtptrain.engines.process import SUPERVISOR, started_server
 from mtptrain.utils.errors import UserError
-from tests.programs import fake_python, is_running, wait_until_ended
+from tests.programs import fake_python, is_running, wait_until, wait_until_ended
 
 PYTHON = Path(sys.executable)
 SERVER = """
@@ -87,20 +86,12 @@ def test_a_server_that_does_not_start_is_reported_and_killed_with_its_children(
     wait_until_ended(int((tmp_path / "child").read_text()))
 
 
-def read_pid(path: Path, parent: subprocess.Popen[bytes]) -> int:
-    """Returns the number in a file, once it is written."""
-    deadline = time.monotonic() + 120
-    while not path.exists() or not path.read_text():
-        assert parent.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    return int(path.read_text())
-
-
 def test_a_supervised_command_and_its_children_end_with_the_parent(tmp_path: Path) -> None:
     script = f"sleep 300 & echo $! > {tmp_path}/child; wait"
     command = [PYTHON, SUPERVISOR, "sh", "-c", script]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    child = read_pid(tmp_path / "child", process)
+    wait_until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
     assert process.stdin is not None and is_running(child)
     process.stdin.close()  # as the end of the parent does
     wait_until_ended(child)

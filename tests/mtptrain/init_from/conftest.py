@@ -21,11 +21,6 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def deep_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("deep"), num_hidden_layers=4)
-
-
 def deepseek_checkpoint(directory: Path, target_dir: Path) -> Tensors:
     """Write a target of two layers with an MTP layer in DeepSeek's layout, and return the weights of the layer."""
     make_target(directory)

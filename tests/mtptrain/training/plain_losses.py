@@ -36,18 +36,6 @@ class Draft:
         inside = self.p[self.ids]
         return (inside * (inside.log() - self.logprobs)).sum() + (1 - inside.sum())
 
-    def rkl(self) -> torch.Tensor:
-        return (self.logprobs.exp() * (self.logprobs - self.p[self.ids].log())).sum()
-
-    def jsd(self) -> torch.Tensor:
-        log_mean = ((self.p + self.q) / 2).log()
-        reverse = (self.logprobs.exp() * (self.logprobs - log_mean[self.ids])).sum()
-        return (F.kl_div(log_mean, self.p, reduction="sum") + reverse) / 2
-
-    def lk(self, eta: float) -> torch.Tensor:
-        weight = math.exp(-eta * float(self.overlap.detach()))
-        return weight * self.kl() + (1 - weight) * (1 - self.overlap)
-
     def cross_entropy(self, token: int) -> torch.Tensor:
         found = (self.ids == token).nonzero()
         return -self.logprobs[found[0, 0]] if len(found) else 0 * self.logprobs.sum()
@@ -57,15 +45,18 @@ class Draft:
             case LossPart.kl:
                 return self.kl()
             case LossPart.rkl:
-                return self.rkl()
+                return (self.logprobs.exp() * (self.logprobs - self.p[self.ids].log())).sum()
             case LossPart.jsd:
-                return self.jsd()
+                log_mean = ((self.p + self.q) / 2).log()
+                reverse = (self.logprobs.exp() * (self.logprobs - log_mean[self.ids])).sum()
+                return (F.kl_div(log_mean, self.p, reduction="sum") + reverse) / 2
             case LossPart.tv:
                 return 1 - self.overlap
             case LossPart.nla:
                 return -self.overlap.log()
             case LossPart.lk:
-                return self.lk(eta)
+                weight = math.exp(-eta * float(self.overlap.detach()))
+                return weight * self.kl() + (1 - weight) * (1 - self.overlap)
             case LossPart.ce:
                 return self.cross_entropy(int(self.p.argmax()))
             case LossPart.data_ce:
