@@ -68,24 +68,18 @@ def test_importing_the_library_changes_nothing_in_the_process() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(
-    ("code", "given", "count"),
-    [
+def test_waiting_threads_of_programs_give_up_their_core_soon_unless_the_user_says_otherwise() -> None:
+    """OpenMP prints its settings when torch is loaded."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    for code, given, count in (
         ("import data_prep, eval", {}, 1000),
         ("from mtptrain.__main__ import main; main()", {}, 1000),
         ("import eval", {"GOMP_SPINCOUNT": "77"}, 77),
         ("import eval", {"OMP_WAIT_POLICY": "ACTIVE"}, None),
-    ],
-)
-def test_waiting_threads_of_programs_give_up_their_core_soon_unless_the_user_says_otherwise(
-    code: str, given: dict[str, str], count: int | None
-) -> None:
-    """OpenMP prints its settings when torch is loaded."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"OMP_DISPLAY_ENV": "verbose", **given}
-    command = [sys.executable, "-c", f"{code}; import torch"]
-    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stderr
-    assert (f"GOMP_SPINCOUNT = '{count or 1000}'" in shown) == (count is not None)
+    ):
+        environment, command = alone | {"OMP_DISPLAY_ENV": "verbose", **given}, f"{code}; import torch"
+        shown = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True).stderr
+        assert (f"GOMP_SPINCOUNT = '{count or 1000}'".encode() in shown) == (count is not None)
 
 
 def test_ctrl_c_while_torch_is_imported_ends_the_process_at_once() -> None:

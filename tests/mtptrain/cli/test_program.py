@@ -9,10 +9,7 @@ import pytest
 from mtptrain.cli.program import refuse_additions
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
-from tests.programs import run_ranks
-
-ROOT = Path(__file__).parents[3]
-
+from tests.programs import ROOT, run_ranks
 
 NO_SETTING = "must be the name of a setting, but no setting has this name;"
 REPORTS = "must have a valid value, but OmegaConf reports:"

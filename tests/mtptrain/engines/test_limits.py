@@ -1,8 +1,6 @@
 """Tests that an export that an engine would not serve correctly is refused with the reason and a remedy."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +68,11 @@ REFUSED: list[Case] = [
 # fmt: on
 
 
-@pytest.fixture(scope="module", autouse=True)
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs the tests in a folder with the config of a draft model."""
-    directory = tmp_path_factory.mktemp("draft_models")
-    target_config("mistral", sliding_window=64).save_pretrained(directory / "mistral")
-    with chdir(directory):
-        yield
-
-
-def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy() -> None:
+def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target_config("mistral", sliding_window=64).save_pretrained(tmp_path / "mistral")  # of a draft model
+    monkeypatch.chdir(tmp_path)
     for engine, name, head, family, target, message in REFUSED:
         with pytest.raises(UserError) as refused:
             format_for(engine, head_config(name, **head), target_config(family, **target))

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,6 @@ from mtptrain.utils import progress
 from mtptrain.utils.errors import StageMissing, UserError, refusal, show_warning
 from mtptrain.utils.masking import hide_home, hide_passwords, hide_secrets
 from mtptrain.utils.progress import ProgressBar
-
-
-def raised(act: Callable[[], object]) -> Exception:
-    try:
-        act()
-    except Exception as error:
-        return error
-    raise AssertionError
-
 
 FREE = "; free some space and run the same command again"
 UNREADABLE = UserError("a.parquet: must be read")
@@ -48,10 +38,13 @@ def test_only_an_error_that_the_user_can_correct_is_a_line() -> None:
 
 
 def test_an_error_of_the_operating_system_names_the_file_or_the_run() -> None:
-    full = raised(lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-    assert refusal(full, "runs/a") == f"No space left on device, with run_dir=runs/a{FREE}"
-    assert str(refusal(full, None)) == f"[Errno 28] No space left on device{FREE}"
-    assert refusal(raised(lambda: Path("/none").read_text()), "runs/a") == "/none: No such file or directory"
+    with pytest.raises(OSError) as full:
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+    assert refusal(full.value, "runs/a") == f"No space left on device, with run_dir=runs/a{FREE}"
+    assert str(refusal(full.value, None)) == f"[Errno 28] No space left on device{FREE}"
+    with pytest.raises(OSError) as missing:
+        Path("/none").read_text()
+    assert refusal(missing.value, "runs/a") == "/none: No such file or directory"
 
 
 def test_a_warning_for_users_is_one_line_and_any_other_says_where_it_is(
