@@ -1,6 +1,8 @@
 """Tests that decoding with every head computes the same states at depth k as training does."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.settings import heads
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from tests.conftest import tiers
@@ -163,3 +166,27 @@ def test_a_new_head_with_an_mlp_per_depth_starts_as_the_targets_own_state() -> N
         inputs = [state, *torch.randn(1 + depth, 5, HIDDEN_SIZE)]
         torch.testing.assert_close(medusa.blocks[depth](state), state)
         torch.testing.assert_close(hydra.mlps[depth](*inputs), state)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "add_a_head.md"
+
+
+def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is built and registered as the page says."""
+    of_settings, of_head = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    exec(of_settings, found := dict(vars(heads)))
+    monkeypatch.setattr(heads, "GatedConfig", found["GatedConfig"], raising=False)
+    exec(of_head, found := {"__name__": "gated"})
+    monkeypatch.setitem(HEADS, "gated", found["GatedHead"])
+    torch.manual_seed(0)
+    head = build_head(HEADS["gated"].Config(ttt_steps=DEPTHS), tiny_config())
+    draw_norms(head)
+    tokens = packed_inputs(head)
+    states = run(head, tokens)  # [T, M, H]
+    with torch.no_grad():
+        assert largest_difference(head, states) < 2e-5
+        shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
+        assert largest_difference(head, run(head, shifted)) > 1e-2
+    states.square().mean().backward()
+    grads = [weight.grad for weight in head.parameters()]
+    assert all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.table import ENGINES, engine_of
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS
 from mtptrain.init_from.start import load_init
-from mtptrain.settings.heads import HEAD_CONFIGS, DflashConfig, Eagle3Config, HeadConfig
+from mtptrain.settings.heads import HEAD_CONFIGS, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.mtptrain.engines.conftest import head_config
+from tests.mtptrain.engines.test_formats import CASES
 from tests.mtptrain.init_from.written_heads import (
     DFLASH,
     DFLASH2,
     DSPARK,
     EAGLE3,
-    EXPORTS,
     MEDUSA,
     PEAGLE,
     Changes,
@@ -35,22 +35,14 @@ from tests.mtptrain.init_from.written_heads import (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-READ_BACK = [
-    (str(engine), name)
-    for engine in ENGINES
-    for name in engine_of(engine).formats
-    if engine != "llama_cpp" and name != "native_mtp"
-]
-"""GGUF files of heads are not read; for native_mtp see test_native_mtp.py."""
 
 
-@pytest.mark.parametrize(("engine", "name"), READ_BACK)
+@pytest.mark.parametrize(("engine", "name", "settings"), CASES)
 def test_every_export_gives_back_the_weights_that_went_in(
-    tmp_path: Path, deep_target: Path, engine: str, name: str
+    tmp_path: Path, deep_target: Path, engine: str, name: str, settings: dict[str, Any]
 ) -> None:
-    config = {each.name: each for _, each in EXPORTS.values()}.get(name) or HEAD_CONFIGS[name]()
-    if engine == "openvino" and isinstance(config, Eagle3Config | DflashConfig):
-        config = replace(config, capture_layers=[1, 2, 3])
+    """GGUF files of heads are not read; for native_mtp see test_native_mtp.py."""
+    config = head_config(name, **settings)
     state = write(tmp_path / "head", engine, config, deep_target)
     if name in ("eagle3", "peagle"):  # engines count layers differently
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
