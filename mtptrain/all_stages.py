@@ -42,7 +42,7 @@ from mtptrain.cli.stages import STAGES, Runner, Stage, settings_of, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
-from mtptrain.engines.table import has_format
+from mtptrain.engines.table import check_exportable, has_format
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
@@ -104,6 +104,7 @@ def check(config: PipelineConfig) -> None:
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
         if has_format(config.head.name):
+            check_exportable(config)
             exported = output_of("export", STAGES["export"], config).parent
             refuse_changed_export(exported, f"move {exported} away and run mtptrain export again")
             export_dir(config).check_replaceable()

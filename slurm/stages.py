@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from mtptrain.cli.program import run_program
 from mtptrain.cli.stages import STAGES, stages_of
 from mtptrain.config import PipelineConfig
-from mtptrain.engines.table import has_format
+from mtptrain.engines.table import check_exportable, has_format
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import UserError
 
@@ -66,6 +66,8 @@ def main(settings: PipelineConfig) -> None:
             "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "
             "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time"
         )
+    if skip is not None and "export" not in skipped and has_format(settings.head.name):
+        check_exportable(settings)
     if nodes := variables.get("NODES"):
         # pipeline.sh gives the training job this many nodes.
         check_train_ranks(settings, nodes, ranks_of_train(variables))

@@ -23,7 +23,7 @@ class Refusal(NamedTuple):
     """The setting or target that was found."""
     reason: str
     instead: str = ""
-    """Advice. The message also names the engines that serve the head as it is."""
+    """Advice. The message also names the engines that serve the head as it is, and other heads for a target."""
     may_change_engine: bool = True
     """Whether another engine can be the remedy."""
 

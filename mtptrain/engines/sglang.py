@@ -157,7 +157,7 @@ def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refu
     if target.model_type not in WITH_STREAMS[head.name]:
         must_be, value = "of a family whose layers can be captured", f"a {target.model_type}"
         reason = f"SGLang has no class for it that returns residual streams to head {head.name}"
-        yield Refusal("target.path", must_be, value, reason, "train head=mtp")
+        yield Refusal("target.path", must_be, value, reason)
     at_last, layers = "SGLang captures a stream at the input of the next layer", captured_layers(head, target)
     yield from why_not_captured("SGLang", head, target, has_embeddings=False, at_last=at_last, has_own_lm_head=False)
     if head.name == "eagle3" and target.model_type in FROM_1_IN_SGLANG and layers[0] == 1:

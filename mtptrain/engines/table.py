@@ -3,18 +3,24 @@
 An engine's module is imported when it is first asked for.
 """
 
+import sys
 import warnings
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Engine, RunningEngine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.settings.evaluation import ExportEngine
-from mtptrain.settings.heads import HeadConfig
+from mtptrain.settings.evaluation import ExportConfig, ExportEngine
+from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
+from mtptrain.target.families import read_target_config
+from mtptrain.target.gguf import gguf_of
+from mtptrain.target.hub import config_dir
 from mtptrain.utils.errors import UserError
 
 ENGINES = {
@@ -46,58 +52,68 @@ def running_engine(key: str) -> RunningEngine:
 
 
 def engines_with(head: str) -> list[str]:
+    """Returns the engines that a head can be exported for."""
     return [key for key in ENGINES if head in engine_of(key).formats]
 
 
 def has_format(head: str) -> bool:
-    return any(head in engine_of(key).formats for key in ENGINES)
+    """Returns whether a head can be exported for some engine."""
+    return bool(engines_with(head))
 
 
 def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> Format:
-    """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file."""
-    if head.name not in engine_of(engine).formats:
-        raise UserError(why_no_format(engine, head.name))
-    check_servable(engine, head, target)
+    """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file.
+
+    Raises UserError, with the reason and what to do, if the engine cannot serve the head with the target.
+    """
+    if (refusal := first_refusal(engine, head, target)) is not None:
+        engines = [key for key in ADVISED if refusal.may_change_engine and first_refusal(key, head, target) is None]
+        heads = heads_served(engine, target) if refusal.setting in ("target.path", "export.engine") else []
+        remedies = [f"set export.engine={' or '.join(engines)}"] * bool(engines)
+        remedies += filter(None, [refusal.instead, f"train head={' or '.join(heads)}" if heads else ""])
+        raise UserError(
+            f"{refusal.setting}: must be {refusal.must_be} to export head {head.name} for {engine}, but is "
+            f"{refusal.value}: {refusal.reason}; {', or '.join(remedies) or 'choose another target'}"
+        )
     form = engine_of(engine).formats[head.name].for_target(head, target)
     form.target_gguf = target_gguf
     form.check()
     return form
 
 
-def why_no_format(engine: str, head: str) -> str:
-    engines = engines_with(head)
+def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Refusal | None:
+    """Returns the first thing that an engine does not serve of a head and a target; None if it serves all."""
+    engines = engines_with(head.name)
     if not engines:
         exported = ", ".join(sorted({name for key in ENGINES for name in engine_of(key).formats}))
-        return (
-            f"head: must be one of {exported} to be exported, but is {head}, which no engine has a class for; measure "
-            "it with mtptrain acceptance, or train another head"
-        )
-    return (
-        f"export.engine: must be {' or '.join(engines)} for head {head}, but is {engine}, for which mtptrain does not "
-        f"write it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
-    )
-
-
-def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Refusal | None:
-    """Returns the first thing that an engine with a format for a head does not serve; None if it serves all."""
+        instead = "measure it with mtptrain acceptance, or train another head"
+        return Refusal("head", f"one of {exported}", head.name, "no engine has a class for it", instead)
+    if engine not in engines:
+        return Refusal("export.engine", " or ".join(engines), engine, "mtptrain does not write this head for it")
     return next(engine_of(engine).why_not(head, target), None)
 
 
-def check_servable(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
-    """Raises UserError, with the reason and what to do, if an engine cannot serve a head with a target."""
-    refusal = first_refusal(engine, head, target)
-    if refusal is None:
-        return
-    others = [
-        key
-        for key in ADVISED
-        if refusal.may_change_engine and head.name in engine_of(key).formats and not first_refusal(key, head, target)
-    ]
-    remedies = [f"set export.engine={' or '.join(others)}"] * bool(others) + [refusal.instead] * bool(refusal.instead)
-    raise UserError(
-        f"{refusal.setting}: must be {refusal.must_be} to export head {head.name} for {engine}, but is "
-        f"{refusal.value}: {refusal.reason}; {', or '.join(remedies) or 'train another head'}"
-    )
+def heads_served(engine: str, target: PreTrainedConfig) -> list[str]:
+    """Returns the heads that an engine serves with a target if their settings are left out.
+
+    A draft model is not among them: that depends on the model that it starts from.
+    """
+    found = []
+    for name in engine_of(engine).formats.keys() - {DraftModelConfig.name}:
+        with suppress(UserError):  # such as captured layers that the target does not have
+            if first_refusal(engine, HEAD_CONFIGS[name](), target) is None:
+                found.append(name)
+    return sorted(found)
+
+
+def check_exportable(config: PipelineConfig) -> None:
+    """Refuse a head that cannot be exported before a whole run, if the recipe or the command line chose the engine.
+
+    With the default engine a run may be for training and measuring alone; these warn.
+    """
+    if config.export.engine is not ExportConfig().engine or any("export.engine=" in each for each in sys.argv):
+        target = read_target_config(config_dir(config.target.path, config.target.revision))
+        format_for(config.export.engine, config.head, target, gguf_of(config.target.path, config.target.gguf))
 
 
 def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> None:

@@ -69,6 +69,7 @@ RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the numbe
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
     ("train.stream=true", {}, "error: train.stream: must be false for a chain of jobs, in which training waits for"),
+    ("head=mtp export.engine=llama_cpp", {}, "error: export.engine: must be vllm or sglang or transformers to export"),
     ("train.lrr=1", {}, "error: train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
     ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),
     ("recipe=quickstart --time=30", {}, f"--time=30: {COMES_FIRST} 'recipe=quickstart'; join it or move it"),

@@ -202,7 +202,8 @@ def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refu
     if target.model_type not in FAMILIES_WITH_STREAMS:
         must_be, value = f"one of {', '.join(FAMILIES_WITH_STREAMS)}", f"a {target.model_type}"
         reason = "of other families llama.cpp returns no residual streams, or none has been compared with ours"
-        yield Refusal("target.path", must_be, value, reason, "train head=draft_model")
+        instead = "train head=draft_model" if target.model_type in ARCHITECTURE_OF else ""
+        yield Refusal("target.path", must_be, value, reason, instead)
 
 
 def is_llama(model: PreTrainedConfig) -> bool:

@@ -17,24 +17,23 @@ from mtptrain.settings.heads import (
     NativeMtpConfig,
 )
 
-TRAIN_MTP = (
-    "train head=mtp (for a mimo target with head.prenorm_states=true and head.zero_first_embedding=true, to serve it "
-    "with vLLM)"
-)
-KEEPS_DTYPE = "export for the target in bf16, or train head=eagle3, which keeps its own dtype"
+TRAIN_MTP = "train head=mtp with head.prenorm_states=true and head.zero_first_embedding=true"
+IN_BF16 = "export for the target in bf16"
 
 
 def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     reads_streams = isinstance(head, (Eagle3Config, DflashConfig))
     if reads_streams and target.model_type in WITHOUT_STREAMS:
+        must_be = "of a family whose layers can be captured"
         reason = "vLLM's class does not return its residual streams"
-        yield Refusal("target.path", "of a family whose layers can be captured", target.model_type, reason, TRAIN_MTP)
+        instead = TRAIN_MTP if is_mimo(target) else ""
+        yield Refusal("target.path", must_be, target.model_type, reason, instead)
     yield from no_anchor("vLLM", head)
     if isinstance(head, (EagleConfig, MedusaConfig)) and is_mimo(target):
         yield Refusal(
             "target.path", "of a family other than mimo", "mimo",
             "vLLM passes the states before the target's final norm to the head, which reads those after it",
-            "train head=mtp with head.prenorm_states=true and head.zero_first_embedding=true",
+            TRAIN_MTP,
         )  # fmt: skip
     if isinstance(head, NativeMtpConfig):
         yield from why_not_native(target)
@@ -47,18 +46,18 @@ def why_not_native(target: PreTrainedConfig) -> Iterator[Refusal]:
     if native is None:
         must_be = f"of a family with MTP modules ({families})"
         reason = "vLLM has no such class for others"
-        yield Refusal("target.path", must_be, f"a {target.model_type}", reason, "train head=mtp")
+        yield Refusal("target.path", must_be, f"a {target.model_type}", reason)
         return
     num_modules = getattr(target, native.count, None) or 0
     if num_modules > 1 and not native.is_first_of_several:
         reason = "vLLM drafts each depth with a module of its own, but the head is the first module at all depths"
-        yield Refusal("target.path", "a target with one MTP module", num_modules, reason, "train head=mtp")
-    yield from quantised(target, "vLLM builds the module with the target's quantisation", KEEPS_DTYPE)
+        yield Refusal("target.path", "a target with one MTP module", num_modules, reason)
+    yield from quantised(target, "vLLM builds the module with the target's quantisation", IN_BF16)
 
 
 def why_not_mtp(head: MtpConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     """Yields what vLLM does not serve of head `mtp`: for a mimo target its class is MiMo's, otherwise DeepSeek's."""
-    yield from quantised(target, "vLLM builds the layers of this head with the target's quantisation", KEEPS_DTYPE)
+    yield from quantised(target, "vLLM builds the layers of this head with the target's quantisation", IN_BF16)
     of_mimo = {
         "prenorm_states": "vLLM passes a head the states before the final norm only if the target is a mimo",
         "zero_first_embedding": "of the vLLM classes for this head, only MiMo's zeroes the embedding at position 0",

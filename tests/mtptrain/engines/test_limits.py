@@ -31,10 +31,10 @@ REFUSED: list[Case] = [
     ("vllm", "native_mtp", {}, "llama", {}, "must be of a family with MTP modules (deepseek_v3, "),
     ("vllm", "native_mtp", {}, "glm4_moe", {"num_nextn_predict_layers": 3}, "must be a target with one MTP"),
     ("vllm", "medusa", {}, "mimo", {}, "head medusa for vllm, but is mimo: vLLM passes the states before"),
-    *(("vllm", name, {}, "glm4", {}, "does not return its residual streams; train head=mtp (for a mimo")
+    *(("vllm", name, {}, "glm4", {}, "does not return its residual streams; train head=eagle or medusa or mtp")
       for name in ("eagle3", "peagle", *BLOCK_DRAFTERS)),
     ("vllm", "dflash", {"sample_from_anchor": True}, "qwen3", {}, "; set export.engine=llama_cpp, or train"),
-    ("sglang", "eagle3", {}, "granite", {}, "to head eagle3; set export.engine=vllm, or train head=mtp"),
+    ("sglang", "eagle3", {}, "granite", {}, "to head eagle3; set export.engine=vllm, or train head=eagle or m"),
     ("sglang", "mtp", {"prenorm_states": True}, "mimo", {}, "head.prenorm_states: must be false to export"),
     ("sglang", "eagle3", {"norm_before_residual": True}, "llama", {}, "is true: SGLang takes the residual"),
     ("sglang", "eagle3", {"capture_layers": [2]}, "llama", {}, "must be two or more to export head eagle3 for"),
@@ -90,7 +90,7 @@ def test_a_limit_is_warned_of_before_a_long_computation(user_warnings: list[warn
     assert not user_warnings
     with pytest.warns(UserWarning, match=r"can be trained and measured, but not exported: target\.path: must be of a"):
         warn_of_limits("vllm", head_config("eagle3"), target_config("gemma3_text"))
-    with pytest.warns(UserWarning, match=r"not exported: head: must be one of .* but is hydra, which no engine has a"):
+    with pytest.warns(UserWarning, match=r"not exported: head: must be one of .* but is hydra: no engine has a class"):
         warn_of_limits("vllm", head_config("hydra"), target_config())
     with pytest.raises(ValueError, match=r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or op"):
         format_for("transformers", head_config("eagle3"), target_config())
