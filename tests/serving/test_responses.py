@@ -2,15 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses.regenerate import prepare_responses
+from data_prep.responses.store import ResponsesManifest
 from mtptrain.run import Run
-from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
+from tests.data_prep.responses.conftest import chat, respond, write_rows
 from tests.data_prep.speaking import make_speaking_target
 from tests.serving.conftest import vllm_server
 
@@ -18,46 +17,34 @@ NUM_CHATS = 24
 SAMPLED = ("responses.temperature=1.0", "responses.top_k=30", "responses.top_p=0.95")
 
 
-def turns(number: int) -> list[dict[str, str]]:
-    pairs = [
-        [{"role": "user", "content": f"question {turn} of {number}"}, {"role": "assistant", "content": "old"}]
-        for turn in range(1 + number % 3)
-    ]
-    return [message for pair in pairs for message in pair]
-
-
-def respond(run_dir: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
+def answered(run_dir: Path, *overrides: str) -> tuple[str, ResponsesManifest]:
     """Generate the answers, and return them and their manifest."""
-    prepare_responses(Run(make_config(f"run_dir={run_dir}", *overrides)), Ranks(rank=0, world_size=1, local_rank=0))
-    return (
-        (run_dir / "responses/conversations.jsonl").read_text(),
-        json.loads((run_dir / "responses/manifest.json").read_text()),
-    )
+    manifest = respond(make_config(f"run_dir={run_dir}", *overrides))
+    return (run_dir / "responses/conversations.jsonl").read_text(), manifest
 
 
 @pytest.mark.slow
 def test_vllm_and_transformers_give_the_same_conversations_and_samples_depend_on_the_seed_alone(
     vllm_python: str, tmp_path: Path
 ) -> None:
-    target, chats = make_speaking_target(tmp_path / "speaking"), tmp_path / "chats.jsonl"
-    rows = [{"id": f"chat{i}", "messages": turns(i)} for i in range(NUM_CHATS)]
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = make_speaking_target(tmp_path / "speaking")
+    chats = write_rows(tmp_path / "chats.jsonl", [chat(f"chat{i}", 1 + i % 3) for i in range(NUM_CHATS)])
     overrides = (
         *(f"target.path={target}", f"prompts.paths=[{chats}]", "prompts.source=responses"),
         *("prompts.validation_fraction=0.3", "responses.max_new_tokens=32", "responses.dtype=float32"),
     )
-    here, ours = respond(tmp_path / "here", *overrides)
+    here, ours = answered(tmp_path / "here", *overrides)
     with vllm_server(vllm_python, target, tmp_path / "log", "--served-model-name", "speaking") as url:
         by_vllm = (*overrides, f"responses.url={url}/v1")
-        served, theirs = respond(tmp_path / "served", *by_vllm, "responses.concurrency=8")
+        served, theirs = answered(tmp_path / "served", *by_vllm, "responses.concurrency=8")
         many, one, seed = (
-            respond(tmp_path / f"sampled_{setting[-1]}", *by_vllm, *SAMPLED, setting)[0]
+            answered(tmp_path / f"sampled_{setting[-1]}", *by_vllm, *SAMPLED, setting)[0]
             for setting in ("responses.concurrency=16", "responses.concurrency=4", "seed=1")
         )
     assert here == served and many == one != seed
-    counts = theirs["counts"]
-    assert counts == ours["counts"] and counts["texts_changed"] == counts["tokens_changed"] == 0 == theirs["failed"]
-    assert counts["answers"] > NUM_CHATS and counts["cut"] > 0 and theirs["server_versions"] == ["vLLM 0.32.0"]
+    counts = theirs.counts
+    assert counts == ours.counts and counts["texts_changed"] == counts["tokens_changed"] == 0 == theirs.failed
+    assert counts["answers"] > NUM_CHATS and counts["cut"] > 0 and theirs.server_versions == ["vLLM 0.32.0"]
     prepare_prompts(Run(make_config(f"run_dir={tmp_path}/served", *overrides)))
     report = json.loads((tmp_path / "served/prompts/report.json").read_text())
     supervised = sum(report["counts"][f"{split}_supervised_tokens"] for split in ("train", "validation"))

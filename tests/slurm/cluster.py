@@ -87,9 +87,7 @@ class Node:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_for(lambda: process.poll() is not None or bool(children.read_text()))
         if process.poll() is not None:
-            pytest.skip(
-                f"{SKIPPED} namespaces cannot be made here: {(directory / f'daemon_{name}.log').read_text()} ***"
-            )
+            raise OSError(f"namespaces must be made: {(directory / f'daemon_{name}.log').read_text()}")
         return Node(name, process, int(children.read_text()))
 
     def ip(self, *arguments: str) -> None:
@@ -161,9 +159,30 @@ def environment_without_slurm() -> dict[str, str]:
 
 @contextmanager
 def running_slurm(directory: Path, names: str) -> Iterator[Slurm]:
-    """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run."""
-    require_programs()
-    make_devices(directory / "dev")
+    """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run, for example
+    in an unprivileged container."""
+    nodes: list[Node] = []
+    try:
+        if missing := ", ".join(name for name in PROGRAMS if not shutil.which(name)):
+            pytest.skip(f"{SKIPPED} {missing} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***")
+        try:
+            slurm = start_slurm(directory, names, nodes)
+        except (OSError, AssertionError) as error:
+            logs = [f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in directory.glob("*.log")]
+            pytest.skip(f"{SKIPPED} a cluster does not start here, which only root may do: {error} {logs} ***")
+        yield slurm
+    finally:
+        for node in nodes:
+            if node.process.poll() is None:
+                os.kill(node.init, signal.SIGKILL)
+                node.process.wait()
+
+
+def start_slurm(directory: Path, names: str, nodes: list[Node]) -> Slurm:
+    """Start a cluster, and add each of its nodes and the controller to `nodes`."""
+    (directory / "dev").mkdir()
+    for index in range(8):  # copies of /dev/null, because Slurm requires device files for GPUs
+        os.mknod(directory / f"dev/nvidia{index}", 0o666 | 0o020000, os.stat("/dev/null").st_rdev)
     (directory / "state").mkdir()
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o600)
@@ -175,31 +194,23 @@ def running_slurm(directory: Path, names: str) -> Iterator[Slurm]:
     environment |= {"SLURM_CONF": f"{directory}/slurm.conf", "MTPTRAIN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}  # the nodes share the folder, whatever the type of its file system
     controller = Node.start("controller", directory, environment, "sh", "-c", start_controller(directory))
-    nodes, slurm = [controller], Slurm(directory, environment, controller)
-    try:
-        controller.ip("link", "add", "switch", "type", "bridge")
-        controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
-        controller.ip("link", "set", "switch", "up")
-        controller.run_command()
-        for name in names:
-            node = Node.start(name, directory, environment, "slurmd", "-D")
-            nodes.append(node)
-            link = ("type", "veth", "peer", "name", "eth0", "netns", str(node.init))
-            controller.ip("link", "add", f"to_{name}", *link)
-            controller.ip("link", "set", f"to_{name}", "master", "switch", "up")
-            node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
-            node.ip("link", "set", "eth0", "up")
-            node.run_command()
-        wait_for_daemons(
-            slurm,
-            lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == f"idle {len(names)}",
-        )
-        yield slurm
-    finally:
-        for node in nodes:
-            if node.process.poll() is None:
-                os.kill(node.init, signal.SIGKILL)
-                node.process.wait()
+    nodes.append(controller)
+    controller.ip("link", "add", "switch", "type", "bridge")
+    controller.ip("addr", "add", f"{CONTROLLER_ADDRESS}/24", "dev", "switch")
+    controller.ip("link", "set", "switch", "up")
+    controller.run_command()
+    for name in names:
+        node = Node.start(name, directory, environment, "slurmd", "-D")
+        nodes.append(node)
+        link = ("type", "veth", "peer", "name", "eth0", "netns", str(node.init))
+        controller.ip("link", "add", f"to_{name}", *link)
+        controller.ip("link", "set", f"to_{name}", "master", "switch", "up")
+        node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
+        node.ip("link", "set", "eth0", "up")
+        node.run_command()
+    slurm, idle = Slurm(directory, environment, controller), f"idle {len(names)}"
+    wait_for(lambda: slurm.try_to_run("sinfo", "--noheader", "--format", "%T %D").stdout.strip() == idle)
+    return slurm
 
 
 def start_controller(directory: Path) -> str:
@@ -209,39 +220,11 @@ def start_controller(directory: Path) -> str:
     return f"munged --force --socket={directory}/munge.socket {' '.join(options)} && exec slurmctld -D -i"
 
 
-def require_programs() -> None:
-    missing = ", ".join(name for name in PROGRAMS if not shutil.which(name))
-    if missing:
-        pytest.skip(f"{SKIPPED} {missing} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***")
-    if os.geteuid():
-        pytest.skip(f"{SKIPPED} the nodes are namespaces with GPU device files, which only root may make ***")
-
-
-def make_devices(directory: Path) -> None:
-    """Make eight copies of /dev/null, because Slurm requires device files for GPUs."""
-    directory.mkdir()
-    try:
-        for index in range(8):
-            os.mknod(directory / f"nvidia{index}", 0o666 | 0o020000, os.stat("/dev/null").st_rdev)
-    except PermissionError:
-        pytest.skip(f"{SKIPPED} device files must be made, which is not permitted here ***")
-
-
 def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120) -> None:
     end = time.monotonic() + timeout_s
     while not is_reached():
         assert time.monotonic() < end, f"not reached in {timeout_s} s"
         time.sleep(0.1)
-
-
-def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
-    """Wait for Slurm's daemons, or skip the test if they cannot start, for example in an unprivileged container."""
-    try:
-        wait_for(is_reached)
-    except AssertionError:
-        logs = sorted(slurm.directory.glob("*.log"))
-        ends = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in logs)
-        pytest.skip(f"{SKIPPED} Slurm's daemons do not start here: {ends} ***")
 
 
 def records(run_dir: Path) -> list[dict[str, object]]:
