@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -43,7 +42,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.settings.hardware import this_machine
 from mtptrain.target.model import Target
-from tests.programs import StartedProgram, module_command
+from tests.programs import StartedProgram
 
 # A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
 # programs set a handler for the time of their imports, which ends here.
@@ -247,31 +246,19 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
     return build
 
 
-def program_command(program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
-    """Returns the command that runs a program with a recipe, by torchrun if `num_ranks` is above 1."""
-    launcher = [sys.executable, "-m"]
-    if num_ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
-    return [*launcher, *module_command(program), f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides]
+def start_program(program: str, *overrides: str, num_ranks: int = 1) -> StartedProgram:
+    """Start a program with the quickstart recipe, or with that of the overrides."""
+    return StartedProgram(program, ["recipe=quickstart", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
 
 
-def start_program(program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> StartedProgram:
-    """Start a program with a recipe."""
-    return StartedProgram(program, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
+def run_program(program: str, *overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program as `start_program` does, and return its exit code and output."""
+    return start_program(program, *overrides, num_ranks=num_ranks).result()
 
 
-def run_program(
-    program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
-) -> subprocess.CompletedProcess[str]:
-    """Run a program with a recipe, and return its exit code and output."""
-    return start_program(program, *overrides, num_ranks=num_ranks, recipe=recipe).result()
-
-
-def succeed(
-    program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
-) -> subprocess.CompletedProcess[str]:
-    """Run a program with a recipe, which must end without an error, and return its output."""
-    result = run_program(program, *overrides, num_ranks=num_ranks, recipe=recipe)
+def succeed(program: str, *overrides: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program, which must end without an error, and return its output."""
+    result = run_program(program, *overrides, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     return result
 

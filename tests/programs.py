@@ -1,7 +1,7 @@
 """Runs programs of the project in processes forked from one that has imported everything.
 
 A run then takes one second instead of ten. A program gets the same arguments, environment and working directory as from
-`python -m` or torchrun. Tests that kill a run or look at its processes start the command of `program_command` instead.
+`python -m` or torchrun.
 """
 
 import atexit
@@ -44,16 +44,11 @@ FORKED.set_forkserver_preload(
 )
 
 
-def module_command(program: str) -> list[str]:
-    """Returns the arguments after `python -m` that run a stage, or `mtptrain` itself, or any other module."""
-    return ["mtptrain", program] if program in STAGES else [program]
-
-
 class StartedProgram:
     """A stage or a module that runs in `num_ranks` processes, one per rank."""
 
     def __init__(self, program: str, arguments: list[str], num_ranks: int = 1) -> None:
-        module, *arguments = [*module_command(program), *arguments]
+        module, *arguments = [*(["mtptrain"] if program in STAGES else []), program, *arguments]
         self.command = [sys.executable, "-m", module, *arguments]
         self.stdout, self.stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed with the object
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (self.stdout, self.stderr)]

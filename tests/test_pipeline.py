@@ -154,7 +154,7 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
     before = (f"acceptance.output_dir={tmp_path}/before",)
     for program in ("prompts", "before", "hidden-states", "train", "acceptance"):
         name, more = ("acceptance", before) if program == "before" else (program, ())
-        succeed(name, *overrides, *more, recipe="quickstart_continual")
+        succeed(name, "recipe=quickstart_continual", *overrides, *more)
     served, learned = report_of(tmp_path / "before"), report_of(tmp_path / "run/acceptance")
     assert served["head"] == f"{finished[0]}/export/vllm" and learned["head"] == f"{tmp_path}/run/train/best"
     assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
