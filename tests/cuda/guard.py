@@ -17,12 +17,6 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("guard.cpp")
 
 
-def _torch_dir() -> Path:
-    spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
 def _build(torch_dir: Path) -> Path:
     """Returns the path of the library for this version of torch. Compiles the library unless it is cached."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mtptrain-tests"
@@ -45,7 +39,9 @@ def _build(torch_dir: Path) -> Path:
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Returns the library and an empty string, or None and the reason."""
-    torch_dir = _torch_dir()
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch_dir = Path(spec.origin).parent
     if (torch_dir / "lib" / "libtorch_cuda.so").exists():
         return None, "this torch is built for CUDA and has a device guard of its own"
     if "torch" in sys.modules:

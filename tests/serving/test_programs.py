@@ -20,7 +20,6 @@ IN_README = {
     "llama_cpp": f"--spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0 {HOST_SAMPLING}",
     "openvino": 'model.set_rt_info([0, 1, 2], "hidden_layers_list")',
 }
-REASONS = {"vllm": ["penalty: repetition_penalty 1.2 of generation_config.json"], "llama_cpp": []}
 RULES = {"vllm": "", "llama_cpp": "llama.cpp drafts at most one token less", "openvino": "OpenVINO reports the tokens"}
 
 
