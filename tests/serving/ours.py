@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.divergence import GREEDY
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
@@ -51,7 +52,9 @@ def drafted_here(
     return decoded_here(target, drafter, case.num_speculative_tokens)
 
 
-def decoded_here(target: Target, drafter: Drafter, num_speculative_tokens: int) -> list[Generation]:
+def decoded_here(
+    target: Target, drafter: Drafter, num_speculative_tokens: int, sampler: Sampler = GREEDY
+) -> list[Generation]:
     """Returns what mtptrain's own decoding generates for the same prompts with any drafter."""
     return generate_in_batches(
         target,
@@ -59,7 +62,7 @@ def decoded_here(target: Target, drafter: Drafter, num_speculative_tokens: int) 
         PROMPTS,
         num_speculative_tokens=num_speculative_tokens,
         max_new_tokens=MAX_NEW_TOKENS,
-        sampler=Sampler(),
+        sampler=sampler,
         eos_token_ids=[EOS],
         batch_size=8,
     )

@@ -1,24 +1,62 @@
 """Tests that llama.cpp's counters equal ours, and that each of its traps is found. Its server is built once by make."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mtptrain.engines.llama_cpp.server import LlamaServer, server_arguments
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.engines.llama_cpp.engine import ENGINE
+from mtptrain.engines.llama_cpp.server import NO_PENALTIES, LlamaServer, server_arguments
 from mtptrain.engines.load import send
 from mtptrain.engines.process import started_server
 from mtptrain.engines.requests import Load, Requests
+from mtptrain.heads.base import Head
 from tests.conftest import Run, run_program
-from tests.serving.cases import Case, cases_of, each
-from tests.serving.ours import Serve, check_equal
+from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS, Case, cases_of, each
+from tests.serving.llama_cpp import Start
+from tests.serving.ours import QUESTIONS, OnDisk, Serve, check_equal, decoded_here
 
 
 @each(cases_of("llama_cpp"))
 def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
+
+
+@pytest.mark.parametrize(("filters", "rule"), [({}, "draft_top_k"), ({"top_k": 40, "top_p": 0.95}, "order")])
+def test_sampled_drafts_are_accepted_as_often_as_here(
+    start_llama: Start,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    filters: dict[str, Any],
+    rule: str,
+) -> None:
+    """Acceptance rates are within 4 standard deviations, but not without the rule. At this temperature it matters.
+
+    No answer has an end, because b11434 counts sampled drafts that are accepted after it.
+    """
+    target, request = target_of("llama").target, {"n_predict": MAX_NEW_TOKENS, "ignore_eos": True, "temperature": 12.0}
+    request |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **NO_PENALTIES, **filters, "cache_prompt": False}
+    with start_llama(Case("draft_model", "llama"), "--spec-draft-sampling", "probabilistic") as server:
+        before = server.counters()
+        for seed, prompt in enumerate(PROMPTS):
+            server.read("/completion", json.loads, {"prompt": prompt, "seed": seed, **request})
+        theirs = server.counts_since(before, len(PROMPTS))
+    assert theirs is not None and theirs.accepted_at[2] > 0
+    rates = torch.tensor(theirs.accepted_at) / theirs.rounds
+    for missing in ("", rule):
+        rules = {name: value for name, value in ENGINE.sampling.items() if name != missing}
+        drafter = HeadDrafter(head_of("draft_model", "llama"), target.parts, 3, sample_drafts=True)
+        generations = decoded_here(target, drafter, 3, Sampler(12.0, logit_bias={EOS: -math.inf}, **filters, **rules))
+        ours, _ = ENGINE.counted(generations, 3, QUESTIONS._replace(stop_token_ids=[]))
+        deviation = (rates * (1 - rates) * (1 / ours.rounds + 1 / theirs.rounds)).sqrt()
+        distance = ((torch.tensor(ours.accepted_at) / ours.rounds - rates) / deviation).abs().max()
+        assert distance > 5 if missing else distance < 4, (missing, distance, ours, theirs)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
