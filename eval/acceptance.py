@@ -14,6 +14,7 @@ the head combined with prompt lookup), and the head at other temperatures and co
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ from mtptrain.decoding.drafters import (
 from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
+from mtptrain.engines.base import Engine
 from mtptrain.engines.table import engine_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
@@ -71,6 +73,8 @@ def main(config: PipelineConfig) -> None:
 def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     """Measure the head and the baselines on all ranks, and write and print the report on the first."""
     config, settings = run.config, run.config.acceptance
+    engine = engine_of(config.export.engine)
+    warn_of_greedy_drafts(config, engine)
     dtype = getattr(torch, settings.dtype)
     run_head = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, ranks.device)
     trained_on = training_facts(run_head)  # refuses damaged records before the measurement
@@ -87,7 +91,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     target = load_target(run.target.directory, dtype, ranks.device)
 
     served = served_settings(run)
-    candidates = candidates_of(settings, run_head, target, model, ranks.rank, served)
+    candidates = candidates_of(settings, run_head, target, model, ranks.rank, served, engine.sampling)
     tokenizer = run.target.tokenizer
     longest = longest_prompt(target, [run_head.head, model], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
@@ -102,7 +106,6 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        engine = engine_of(config.export.engine)
         if note := engine.defaults_note(engine.read_by(run.target)):
             print(note)
         write_page(described, output_dir)
@@ -112,6 +115,16 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
             track_report(output_dir, config, figures, files)
         if not run_head.is_trained:
             print(f"head: {run_head.directory}, unchanged from head.init_from; this run has not trained a head")
+
+
+def warn_of_greedy_drafts(config: PipelineConfig, engine: Engine) -> None:
+    if config.acceptance.sample_drafts and config.head.name not in engine.sampled_drafts:
+        warnings.warn(
+            f"acceptance.sample_drafts: must be false for head {config.head.name} and {engine.name} {engine.version}, "
+            "which takes its likeliest tokens and accepts another share of them, but is true; leave it out, or set "
+            "export.engine to the engine that will serve the head",
+            stacklevel=2,
+        )
 
 
 def longest_prompt(target: Target, heads: Sequence[Head | None], settings: AcceptanceConfig) -> int:
@@ -161,8 +174,12 @@ def candidates_of(
     model: Head | None,
     rank: int,
     served: Mapping[str, Mapping[str, Any]],
+    rules: Mapping[str, Any],
 ) -> dict[str, Candidate]:
-    """Returns the candidates by name: the head, as it is served, baselines, other temperatures and thresholds."""
+    """Returns the candidates by name: the head, as it is served, baselines, other temperatures and thresholds.
+
+    Their samplers have the `rules` of an engine.
+    """
     if Baseline.tree in settings.baselines and target.form.keeps_states:
         raise UserError(
             "acceptance.baselines: must not contain tree for a target whose layers keep states, which cannot be read "
@@ -177,7 +194,7 @@ def candidates_of(
         )
 
     def sampler(temperature: float) -> Sampler:
-        return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k)
+        return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k, **rules)
 
     def drafter(sample_drafts: bool = settings.sample_drafts, threshold: float = 0.0) -> HeadDrafter:
         return HeadDrafter(run_head.head, target.parts, depths, sample_drafts, threshold)
@@ -201,7 +218,7 @@ def candidates_of(
     }
     candidates = {"head": head_candidate(settings.temperature, settings.sample_drafts)}
     for name, sampling in served.items():
-        candidates[name] = Candidate(drafter(), Sampler(seed=settings.seed + rank, **sampling))
+        candidates[name] = Candidate(drafter(), Sampler(seed=settings.seed + rank, **sampling, **rules))
     for baseline in settings.baselines:
         candidates[baseline] = Candidate(baselines[baseline](), sampler(settings.temperature))
     for temperature in settings.temperatures:
@@ -231,6 +248,7 @@ def report(
         "head": str(run_head.directory),
         "head_name": run.config.head.name,
         "head_sha256": run_head.sha256,
+        "sampled_as": run.config.export.engine,
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,

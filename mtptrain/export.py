@@ -51,7 +51,8 @@ def export(run: Run) -> None:
     stage_dir.check_replaceable()
     output_dir = stage_dir.path
     form = format_for(config.export.engine, run.head, run.target.config, run.target.gguf)
-    engine_of(config.export.engine).check_directory(output_dir, form)
+    engine = engine_of(config.export.engine)
+    engine.check_directory(output_dir, form)
     dtype, chosen = None, config.export.dtype
     if chosen is not ExportDtype.auto:
         dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
@@ -59,7 +60,8 @@ def export(run: Run) -> None:
     if chosen is ExportDtype.q8_0:
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
-    measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256)
+    option = engine.sampled_drafts.get(config.head.name)
+    measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256, option)
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
     with stage_dir.replaced(config) as directory:
@@ -109,15 +111,17 @@ def reload_head(directory: Path, form: Format) -> Head:
     return head.eval()
 
 
-def measured_acceptance(path: Path, head_sha256: str) -> str:
+def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str:
+    """Returns what the README says about the head's acceptance. The engine samples its drafts with the option."""
     report = read_sealed(path, "run mtptrain acceptance again, or remove this file") if path.is_file() else {}
     if report.get("head_sha256") != head_sha256 or report["acceptance_length"] is None:
         return "Not measured: run `mtptrain acceptance` and export again."
+    how = f"add {option}" if option else "the engine does not do that, and will accept another share"
     rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
     return (
         f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K = "
         f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
-        f"{report['dtype']}."
+        f"{report['dtype']}." + (f" Its drafts were sampled: {how}." if report.get("sample_drafts") else "")
     )
 
 

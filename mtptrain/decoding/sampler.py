@@ -1,10 +1,11 @@
 """Chooses tokens from logits: greedily or at random, with the sampling parameters of a server.
 
-The order is that of vLLM 0.32: biases, penalties, temperature, min-p, top-k and top-p. Biases and penalties change
-greedy choices too, and penalties depend on the text, so `speculate` computes `Sampler.processed` logits of the target
-for every position of a draft. Drafts see neither biases nor penalties, as in vLLM.
+Biases and penalties come first. They change greedy choices too, and penalties depend on the text, so `speculate`
+computes `Sampler.processed` logits of the target for every position of a draft. Temperature and filters follow, in the
+order of an engine. Drafts see the temperature, but neither biases nor penalties, min-p and top-p.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,6 +69,10 @@ class Sampler:
     """Subtracted from the logit of a token each time that it occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens; a token with -inf is never chosen."""
+    order: tuple[str, ...] = ("temperature", "min_p", "top_k", "top_p")
+    """Order of temperature and filters: that of vLLM, unless an engine has another."""
+    draft_top_k: int = 0
+    """Number of most likely tokens that drafts are sampled from; 0 keeps all, as vLLM does."""
     generator: torch.Generator | None = field(default=None, repr=False)
     """Made from `seed` on the device of the first draw, if it is None."""
 
@@ -107,24 +112,25 @@ class Sampler:
         return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the distribution [..., V] after min-p, top-k and top-p filtering, in this order."""
-        probs = self.draft_probs(logits)
-        if self.min_p:
-            probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
-            probs = probs / probs.sum(-1, keepdim=True)
-        if self.top_k == 0 and self.top_p == 1.0:
-            return probs
-        ordered, order = probs.sort(-1, descending=True)
-        ordered[..., self.top_k or ordered.shape[-1] :] = 0.0
-        ordered = ordered / ordered.sum(-1, keepdim=True)
-        is_kept = ordered.cumsum(-1) - ordered < self.top_p
-        is_kept[..., 0] = True  # a very small top_p, or rounding in the sum, must not leave a row without a token
-        ordered = torch.where(is_kept, ordered, 0.0)
-        return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
+        """Returns the target's distribution [..., V] after temperature and filters, in their order."""
+        logits = logits.float()
+        for step in self.order:
+            if step == "temperature":
+                logits = self.scaled(logits)
+            elif step == "min_p" and self.min_p:
+                logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(self.min_p), -math.inf)
+            elif step == "top_k":
+                logits = likeliest(logits, self.top_k)
+            elif step == "top_p" and self.top_p < 1:
+                ordered, order = logits.softmax(-1).sort(-1, descending=True)
+                is_dropped = ordered.cumsum(-1) - ordered >= self.top_p
+                is_dropped[..., 0] = False  # neither a very small top_p nor rounding leaves a row without a token
+                logits = logits.masked_fill(is_dropped.scatter(-1, order, is_dropped), -math.inf)
+        return logits.softmax(-1)
 
     def draft_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the distribution [..., V] that drafts are sampled from: as in vLLM, by the temperature alone."""
-        return self.scaled(logits.float()).softmax(-1)
+        """Returns the distribution [..., V] that drafts are sampled from."""
+        return self.scaled(likeliest(logits.float(), self.draft_top_k)).softmax(-1)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns a token [...] for each row of logits [..., V]: the most likely one if greedy, else a sampled one."""
@@ -144,3 +150,10 @@ class Sampler:
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
+
+
+def likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Returns the logits [..., V] without all but the `top_k` largest, and those equal to the last; 0 keeps all."""
+    if not 0 < top_k < logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)

@@ -85,6 +85,10 @@ class Engine(ABC):
     """Which of `GENERATION_SETTINGS` the engine applies to a request that leaves them out; others it never does."""
     defaults: Mapping[str, float]
     """How the engine samples if neither the request nor generation_config.json says so. Temperature 0 is greedy."""
+    sampling: Mapping[str, Any] = MappingProxyType({})
+    """Arguments of our sampler with which it samples as the engine does, where that is not as vLLM."""
+    sampled_drafts: Mapping[str, str] = MappingProxyType({})
+    """The option with which the engine samples the drafts of a head, by the head's name; of others it never does."""
     has_our_penalties = False
     """Whether the engine's penalties are those of our sampler, so that its answers with them must equal ours."""
     without_them = "set them in each request"

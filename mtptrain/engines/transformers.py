@@ -89,6 +89,7 @@ class Transformers(Engine):
         if not setting.startswith(("presence", "frequency", "tokenizer", "forced_bos"))
     }
     defaults = {"temperature": 0.0}  # noqa: RUF012
+    sampling = {"order": ("temperature", "top_k", "top_p", "min_p")}  # noqa: RUF012
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

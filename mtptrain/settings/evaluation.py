@@ -56,7 +56,7 @@ class AcceptanceConfig:
     temperatures: list[float] = field(default_factory=list)
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
-    """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
+    """Sample drafts too if temperature is above 0, as the engine of `export.engine` does with an option."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.auto
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all

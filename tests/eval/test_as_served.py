@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.acceptance import served_settings
+from eval.acceptance import served_settings, warn_of_greedy_drafts
 from eval.as_served import CHAT, Asked, AsServed, print_as_served, questions
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.chat_template import render_prompt
@@ -33,6 +33,13 @@ SETTINGS = AcceptanceConfig(max_new_tokens=24, num_speculative_tokens=3)
 def run_with(target: Path, engine: str, **generation: Any) -> Run:
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, **generation}))
     return Run(make_config(f"target.path={target}", f"export.engine={engine}", "acceptance.temperature=0"))
+
+
+def test_sampled_drafts_that_the_engine_does_not_sample_are_warned_of() -> None:
+    config = make_config("head=eagle3", "acceptance.temperature=1", "acceptance.sample_drafts=true")
+    warn_of_greedy_drafts(config, engine_of("vllm"))
+    with pytest.warns(UserWarning, match=r"must be false for head eagle3 and llama\.cpp"):
+        warn_of_greedy_drafts(config, engine_of("llama_cpp"))
 
 
 def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_share(tmp_path: Path) -> None:

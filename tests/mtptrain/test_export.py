@@ -54,7 +54,8 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
         "acceptance_length": 2.5,
         "acceptance_rate_at": [0.75, 0.5, 0.25],
         "num_speculative_tokens": 3,
-        "temperature": 0.0,
+        "temperature": 0.7,
+        "sample_drafts": True,
         "prompts": 4,
         "dtype": "float32",
     }
@@ -87,6 +88,8 @@ def test_an_export_holds_all_that_serving_needs(
     assert form.launch(str(deep_target), directory.resolve(), 3) in readme
     assert "Acceptance length 2.500 (bonus token included), rate by position 0.750, 0.500, 0.250" in readme
     assert all(note in readme for note in form.notes())
+    is_sampled = engine == "vllm" and method != "medusa"
+    assert ('drafts were sampled: add `"draft_sample_method": "probabilistic"`.' in readme) == is_sampled
     assert {path.name for path in directory.parent.iterdir()} == {engine}, "nothing temporary is left"
     tensors = load_file(directory / form.weights_name)
     trained_head = load_file(tmp_path / "run/train/best/head.safetensors")

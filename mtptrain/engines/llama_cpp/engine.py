@@ -64,10 +64,14 @@ class LlamaCpp(RunningEngine):
         ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "tokenizer_eos_token_id"), Applied.yes
     )
     defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # noqa: RUF012 (never changed)
+    # By the source: common_params_sampling, and spec_retune of common/speculative.cpp.
+    sampling = {"order": ("top_k", "top_p", "min_p", "temperature"), "draft_top_k": 10}  # noqa: RUF012
+    sampled_drafts = {"draft_model": "`--spec-draft-sampling probabilistic`"}  # noqa: RUF012
     server = LlamaServer
     advice = (
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
-        f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
+        f"llama.cpp drafts nothing, with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}, and without "
+        "--spec-draft-sampling"
     )
     why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
 

@@ -80,6 +80,7 @@ class Vllm(RunningEngine):
         "min_p": Applied.refused,
     }
     defaults = {"temperature": 1.0}  # noqa: RUF012
+    sampled_drafts = dict.fromkeys(formats.keys() - {"medusa"}, '`"draft_sample_method": "probabilistic"`')
     server = VllmServer
     requests_in_flight = 8
     has_our_penalties = True

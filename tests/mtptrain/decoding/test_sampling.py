@@ -15,6 +15,7 @@ from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, TreeDrafter
 from mtptrain.decoding.sampler import History, Sampler
 from mtptrain.decoding.speculate import Accepted, accept, accept_chosen, accept_sampled
+from mtptrain.engines.table import engine_of
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
 from tests.conftest import as_draft_model, make_target, tiers
@@ -31,7 +32,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 class HalfProcessed(HeadDrafter):
-    """Samples drafts with neither min-p nor biases nor penalties, but reports the distributions that have them."""
+    """Samples drafts by their own rule and without min-p, but reports distributions that the target's rules give."""
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         draft = super().draft(verified, replace(sampler, min_p=0.0))
@@ -50,18 +51,24 @@ PARTS: dict[str, Settings] = {
     "logit_bias": {"logit_bias": {0: 1.0, 4: -math.inf}},
 }
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+FILTERS: Settings = {"top_k": 5, "top_p": 0.9, "min_p": 0.1}
+LLAMA_CPP: Settings = {**engine_of("llama_cpp").sampling, **FILTERS, "draft_top_k": 3}
 ALL_PARTS: Settings = {**PENALTIES, "min_p": 0.05, "logit_bias": {0: 0.5, 2: -0.3}}
 
 
+WARPERS = {
+    "temperature": TemperatureLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+}
+
+
 def filtered(logits: torch.Tensor, temperature: float, filters: Settings) -> torch.Tensor:
-    """Returns probabilities [..., V] computed by transformers, in the order of vLLM."""
-    warpers = [TemperatureLogitsWarper(temperature)]
-    warpers += [MinPLogitsWarper(filters["min_p"])] if "min_p" in filters else []
-    warpers += [TopKLogitsWarper(int(filters["top_k"]))] if "top_k" in filters else []
-    warpers += [TopPLogitsWarper(filters["top_p"])] if "top_p" in filters else []
-    scores = logits.flatten(0, -2)
-    for warper in warpers:
-        scores = warper(torch.zeros(0), scores)
+    """Returns probabilities [..., V] computed by transformers, in the order of vLLM unless `filters` has another."""
+    scores, settings = logits.flatten(0, -2), filters | {"temperature": temperature}
+    for name in filters.get("order", ("temperature", "min_p", "top_k", "top_p")):
+        scores = WARPERS[name](settings[name])(torch.zeros(0), scores) if name in settings else scores
     return scores.softmax(-1).view(logits.shape)
 
 
@@ -69,6 +76,7 @@ def test_filters_keep_the_tokens_that_transformers_keeps_and_extreme_settings_th
     logits = 3 * torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(0))
     usual: list[Settings] = [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}]
     usual += [{"min_p": 0.1}, {"min_p": 1.0}, {"min_p": 0.1, "top_p": 0.8}, {"min_p": 0.1, "top_k": 4}]
+    usual += [{"order": engine_of(name).sampling["order"], **FILTERS} for name in ("llama_cpp", "transformers")]
     for filters in usual:
         probs = Sampler(0.7, **filters).probs(logits)
         torch.testing.assert_close(probs, filtered(logits, 0.7, filters))
@@ -132,9 +140,11 @@ LAWS: list[tuple[str, float, Settings]] = [(kind, temperature, {}) for kind in K
 for kind in ("sampled drafts", "greedy drafts", "tree", "hybrid", "model"):
     LAWS += [(kind, 1.0, {"top_k": 5, "top_p": 0.9}), (kind, 0.8, ALL_PARTS)]
 LAWS += [("sampled drafts", 1.0, settings) for settings in PARTS.values()]
+CORE_LAWS = [("sampled drafts", 0.8, ALL_PARTS), ("model", 0.8, LLAMA_CPP)]
+LAWS += CORE_LAWS[1:]
 
 
-@pytest.mark.parametrize(("kind", "temperature", "settings"), tiers(LAWS, [("sampled drafts", 0.8, ALL_PARTS)]))
+@pytest.mark.parametrize(("kind", "temperature", "settings"), tiers(LAWS, CORE_LAWS))
 def test_sampled_speculation_follows_the_targets_joint_distribution(
     small_vocabulary: Target, kind: str, temperature: float, settings: Settings
 ) -> None:
@@ -174,6 +184,7 @@ WRONG_HISTORIES: dict[str, Patch] = {
 CONTROLS: dict[str, tuple[str, Settings, list[str], Patch | None]] = {
     "residual": ("sampled drafts", {}, [], (speculate_module, "accept_sampled", accept_without_residual)),
     "children": ("tree", {}, [], (speculate_module, "accept_chosen", accept_first_child)),
+    "draft side: draft_top_k": ("half processed", {"draft_top_k": 3}, [], None),
     "target side: min_p": ("sampled drafts", PARTS["min_p"], [], (speculate_module, "accept", accept_without_min_p)),
 }
 for part, settings in PARTS.items():  # drafts see min-p alone: the target's side lacks the others if both sides do
@@ -182,7 +193,7 @@ for part, settings in PARTS.items():  # drafts see min-p alone: the target's sid
     for name, patch in WRONG_HISTORIES.items():
         if part == "repetition_penalty" or (part in PENALTIES and name != "prompt"):
             CONTROLS[f"history of {part}: {name}"] = ("sampled drafts", settings, [], patch)
-CORE = ["residual", "draft side: min_p", "both sides: logit_bias", "history of presence_penalty: drafts"]
+CORE = ["residual", "draft side: draft_top_k", "both sides: logit_bias", "history of presence_penalty: drafts"]
 
 
 @pytest.mark.parametrize("wrong", tiers(CONTROLS, CORE))
