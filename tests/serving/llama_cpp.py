@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import cache
+from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.llama_cpp.engine import DEFAULT_SERVER, ENGINE, find_llama_server
 from mtptrain.engines.llama_cpp.server import LlamaServer, server_arguments
 from mtptrain.engines.process import started_server
-from mtptrain.engines.requests import EngineCounts, EngineRun
+from mtptrain.engines.requests import EngineCounts
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
@@ -23,7 +24,8 @@ from tests.serving.cases import CONTEXT_TOKENS, EOS, HEADS, Case
 from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here
 
 SOURCE = DEFAULT_SERVER.parents[1] / "source"
-Start = Callable[..., AbstractContextManager[LlamaServer]]
+Ask = Callable[[LlamaServer], Any]
+GREEDILY: Ask = methodcaller("generate", QUESTIONS)
 
 
 def convert(source: Path, out: Path, *arguments: str) -> Path:
@@ -55,37 +57,28 @@ def gguf_of(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
-def start_llama(
+def serve_by_llama(
     llama_server: Path,
     gguf_of: Callable[[str], Path],
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Start:
-    """Returns a function that exports the head of a case, and starts a server of it with further arguments."""
+) -> Serve:
+    """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules.
 
-    def start(case: Case, *further: str, num_slots: int = 1) -> AbstractContextManager[LlamaServer]:
-        directory, gguf = tmp_path_factory.mktemp("head"), gguf_of(case.target)
+    With further arguments of the server, it may be asked otherwise than for greedy answers.
+    """
+
+    def serve(case: Case, *further: str, ask: Ask = GREEDILY) -> tuple[list[Generation], Any, EngineCounts]:
+        directory, num_drafts, gguf = tmp_path_factory.mktemp("head"), case.num_speculative_tokens, gguf_of(case.target)
         form = format_for("llama_cpp", HEADS[case.head], target_of(case.target).target.config, gguf)
         write_head(directory, form, head_of(case.head, case.target).state_dict())
         check_tensors(directory, form)
-        head = directory / form.weights_name, form.method, case.num_speculative_tokens
-        arguments = server_arguments(gguf, CONTEXT_TOKENS, num_slots, True, head)
-        return started_server(LlamaServer, [llama_server, *arguments, *further], directory / "server.log")
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def serve_by_llama(
-    start_llama: Start, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
-) -> Serve:
-    """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
-
-    def serve(case: Case) -> tuple[list[Generation], EngineRun, EngineCounts]:
-        with start_llama(case) as server:
-            theirs = server.generate(QUESTIONS)
+        head = directory / form.weights_name, form.method, num_drafts
+        arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, True, head)
+        with started_server(LlamaServer, [llama_server, *arguments, *further], directory / "server.log") as server:
+            theirs = ask(server)
         ours = drafted_here(case, target_of, head_of)
-        return ours, theirs, ENGINE.counted(ours, case.num_speculative_tokens, QUESTIONS)[0]
+        return ours, theirs, ENGINE.counted(ours, num_drafts, QUESTIONS)[0]
 
     return serve

@@ -14,7 +14,7 @@ import mtptrain.decoding.speculate as speculate_module
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, TreeDrafter
 from mtptrain.decoding.sampler import History, Sampler
-from mtptrain.decoding.speculate import Accepted, accept, accept_chosen, accept_sampled
+from mtptrain.decoding.speculate import Accepted, accept_chosen, accept_sampled
 from mtptrain.engines.table import engine_of
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
@@ -32,10 +32,10 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 class HalfProcessed(HeadDrafter):
-    """Samples drafts by their own rule and without min-p, but reports distributions that the target's rules give."""
+    """Samples drafts by their own rule, but reports the distributions that the target's rules give."""
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        draft = super().draft(verified, replace(sampler, min_p=0.0))
+        draft = super().draft(verified, sampler)
         assert draft.logits is not None
         history = History.of(verified.tokens, torch.full_like(verified.num_tokens, len(PROMPT)), verified.num_tokens)
         return replace(draft, probs=sampler.probs(sampler.processed(torch.stack(draft.logits, 1), history)))
@@ -56,19 +56,13 @@ LLAMA_CPP: Settings = {**engine_of("llama_cpp").sampling, **FILTERS, "draft_top_
 ALL_PARTS: Settings = {**PENALTIES, "min_p": 0.05, "logit_bias": {0: 0.5, 2: -0.3}}
 
 
-WARPERS = {
-    "temperature": TemperatureLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-}
-
-
 def filtered(logits: torch.Tensor, temperature: float, filters: Settings) -> torch.Tensor:
     """Returns probabilities [..., V] computed by transformers, in the order of vLLM unless `filters` has another."""
+    warpers: dict[str, Any] = {"temperature": TemperatureLogitsWarper, "min_p": MinPLogitsWarper}
+    warpers |= {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
     scores, settings = logits.flatten(0, -2), filters | {"temperature": temperature}
     for name in filters.get("order", ("temperature", "min_p", "top_k", "top_p")):
-        scores = WARPERS[name](settings[name])(torch.zeros(0), scores) if name in settings else scores
+        scores = warpers[name](settings[name])(torch.zeros(0), scores) if name in settings else scores
     return scores.softmax(-1).view(logits.shape)
 
 
@@ -170,10 +164,6 @@ def accept_first_child(draft: Draft, target_tokens: torch.Tensor, ancestors: tor
     return accept_chosen(draft, biased, ancestors, num_depths)
 
 
-def accept_without_min_p(draft: Draft, *seen: Any) -> Accepted:
-    return accept(draft, *seen[:-1], replace(seen[-1], min_p=0.0))
-
-
 Patch = tuple[Any, str, Callable[..., Any]]
 OF, WITH_DRAFTS = History.of, History.with_drafts
 WRONG_HISTORIES: dict[str, Patch] = {
@@ -185,9 +175,8 @@ CONTROLS: dict[str, tuple[str, Settings, list[str], Patch | None]] = {
     "residual": ("sampled drafts", {}, [], (speculate_module, "accept_sampled", accept_without_residual)),
     "children": ("tree", {}, [], (speculate_module, "accept_chosen", accept_first_child)),
     "draft side: draft_top_k": ("half processed", {"draft_top_k": 3}, [], None),
-    "target side: min_p": ("sampled drafts", PARTS["min_p"], [], (speculate_module, "accept", accept_without_min_p)),
 }
-for part, settings in PARTS.items():  # drafts see min-p alone: the target's side lacks the others if both sides do
+for part, settings in PARTS.items():
     CONTROLS[f"draft side: {part}"] = ("half processed", settings, [], None)
     CONTROLS[f"both sides: {part}"] = ("sampled drafts", settings, [part], None)
     for name, patch in WRONG_HISTORIES.items():
