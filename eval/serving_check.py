@@ -362,7 +362,6 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, con
 
 
 def print_rounding(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, rounded: str) -> None:
-    """Say how far two sides agree that differ by rounding."""
     print(
         f"the two sides differ by rounding, as {rounded} may: on the engine's answers, our acceptance length and its "
         f"own agree within {TOLERANCE}"

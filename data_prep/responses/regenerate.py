@@ -43,15 +43,7 @@ from ..conversations import Conversations, read_conversations
 from ..prompts_report import print_counts
 from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, RequestFailed
-from .store import (
-    COUNTS,
-    FAILURES,
-    MANIFEST,
-    ResponsesIdentity,
-    ResponsesManifest,
-    ResponsesStore,
-    hash_sources,
-)
+from .store import COUNTS, FAILURES, MANIFEST, ResponsesIdentity, ResponsesManifest, ResponsesStore, hash_sources
 from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16

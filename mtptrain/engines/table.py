@@ -94,12 +94,9 @@ def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Re
 
 
 def heads_served(engine: str, target: PreTrainedConfig) -> list[str]:
-    """Returns the heads that an engine serves with a target if their settings are left out.
-
-    A draft model is not among them: that depends on the model that it starts from.
-    """
+    """Returns the heads that an engine serves with a target if their settings are left out."""
     found = []
-    for name in engine_of(engine).formats.keys() - {DraftModelConfig.name}:
+    for name in engine_of(engine).formats.keys() - {DraftModelConfig.name}:  # which needs a model to start from
         with suppress(UserError):  # such as captured layers that the target does not have
             if first_refusal(engine, HEAD_CONFIGS[name](), target) is None:
                 found.append(name)

@@ -26,8 +26,7 @@ def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     if reads_streams and target.model_type in WITHOUT_STREAMS:
         must_be = "of a family whose layers can be captured"
         reason = "vLLM's class does not return its residual streams"
-        instead = TRAIN_MTP if is_mimo(target) else ""
-        yield Refusal("target.path", must_be, target.model_type, reason, instead)
+        yield Refusal("target.path", must_be, target.model_type, reason, TRAIN_MTP if is_mimo(target) else "")
     yield from no_anchor("vLLM", head)
     if isinstance(head, (EagleConfig, MedusaConfig)) and is_mimo(target):
         yield Refusal(
