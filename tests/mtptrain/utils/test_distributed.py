@@ -89,7 +89,7 @@ from mtptrain.utils.errors import UserError, errors_as_lines
 become_ranks(2)
 os.write(1, f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n".encode())
 Path(os.environ["RANK"]).touch()
-while sys.argv[1] == "is killed":  # rank 0 waits for ever, as if for the other rank
+for _ in range(6000 * (sys.argv[1] == "is killed")):  # rank 0 waits for minutes, as if for the other rank
     time.sleep(0.05)
     if os.environ["RANK"] == "1" and Path("0").exists():  # both have printed
         os.kill(os.getpid(), 9)
