@@ -11,11 +11,9 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.engines.table import format_for
-from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.families import SIZES, write_image_model
@@ -23,25 +21,6 @@ from tests.mtptrain.engines.conftest import export_head, head_config
 
 PROMPTS = [[1, 2, 3], [50, 60, 70, 80, 90], [7, 7, 7, 9], list(range(40))]
 NEW_TOKENS = 32
-
-
-def guessing_pair(directory: Path) -> tuple[Target, Head]:
-    """Makes a target whose next token depends mostly on the last token, and a head that mostly passes on the embedding
-    of the last token, so that some drafts are right."""
-    make_target(directory, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.02)
-    model.save_pretrained(directory)
-    target = load_target(directory, torch.float32, torch.device("cpu"))
-    torch.manual_seed(0)
-    head = build_head(head_config("mtp"), target.config).eval().requires_grad_(False)
-    head.eh_proj.weight.mul_(0.16)
-    head.eh_proj.weight[:, :64] += torch.eye(64)
-    head.norm.weight.copy_(target.parts.norm_weight)
-    return target, head
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
@@ -63,8 +42,22 @@ def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[li
 def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, head = guessing_pair(tmp_path / "target")
-    form = export_head(tmp_path / "export", "transformers", head_config("mtp"), head.state_dict(), tmp_path / "target")
+    """The target's next token depends mostly on the last token, whose embedding the head mostly passes on, so that some
+    drafts are right."""
+    directory = make_target(tmp_path / "target", tie_word_embeddings=False)
+    guessing = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for name, parameter in guessing.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.02)
+    guessing.save_pretrained(directory)
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    head = build_head(head_config("mtp"), target.config).eval().requires_grad_(False)
+    head.eh_proj.weight.mul_(0.16)
+    head.eh_proj.weight[:, :64] += torch.eye(64)
+    head.norm.weight.copy_(target.parts.norm_weight)
+    form = export_head(tmp_path / "export", "transformers", head_config("mtp"), head.state_dict(), directory)
     model_class = getattr(transformers, form.architecture)
     monkeypatch.setattr(model_class, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     model = model_class.from_pretrained(tmp_path / "export")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mtptrain.heads.base import Tensors
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.init_from.written_heads import EXPORTS, MTP, Stored, random_state, write
@@ -21,18 +20,6 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-def deepseek_checkpoint(directory: Path, target_dir: Path) -> Tensors:
-    """Write a target of two layers with an MTP layer in DeepSeek's layout, and return the weights of the layer."""
-    make_target(directory)
-    state, tensors = random_state(MTP, target_dir), load_file(directory / "model.safetensors")
-    names = {"norm.weight": "shared_head.norm.weight"}
-    tensors |= {f"model.layers.2.{names.get(name, name)}": tensor.clone() for name, tensor in state.items()}
-    for name in ("embed_tokens", "shared_head.head"):
-        tensors[f"model.layers.2.{name}.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return state
-
-
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[str, Stored]:
     """Returns a head of each kind: exports, and MTP layers of whole checkpoints in DeepSeek's layout and MiMo's."""
@@ -41,7 +28,13 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[s
         kind: Stored(root / kind, config, tiny_target, write(root / kind, engine, config, tiny_target))
         for kind, (engine, config) in EXPORTS.items()
     }
-    deepseek = deepseek_checkpoint(root / "deepseek", tiny_target)
+    weights = make_target(root / "deepseek") / "model.safetensors"
+    deepseek, tensors = random_state(MTP, tiny_target), load_file(weights)
+    names = {"norm.weight": "shared_head.norm.weight"}
+    tensors |= {f"model.layers.2.{names.get(name, name)}": tensor.clone() for name, tensor in deepseek.items()}
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"model.layers.2.{name}.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights, metadata={"format": "pt"})
     mimo = add_mimo_layer(make_target(root / "mimo", "mimo"))
     return exports | {
         "deepseek": Stored(root / "deepseek", MTP, tiny_target, deepseek),
