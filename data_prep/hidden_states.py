@@ -227,7 +227,6 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             int(extraction.documents.lengths.max()),
             scratch_dir(config, config.hidden_states.part, ranks.rank),
             local_rank=ranks.local_rank,
-            device_type=ranks.device.type,
             python=config.serving.vllm_python,
         )
     model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)

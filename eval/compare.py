@@ -33,7 +33,7 @@ MUST_BE_EQUAL = {
 }
 """The entries that two reports must have in common, each with its cause."""
 TRAINED = {"trained on": ("train_tokens", ","), "seed": ("train_seed", "d")}
-"""Columns that say how a head was trained, where a report has them, and their format. Earlier reports have neither."""
+"""Columns that say how a head was trained, where a report has them, and their format."""
 
 
 @errors_as_lines()
@@ -64,12 +64,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             in_output_dir = place / "report.json"
             in_run_dir = place / "acceptance/report.json"
             path = in_output_dir if in_output_dir.is_file() else require(in_run_dir, "mtptrain acceptance")
-        report = read_sealed(path, "run mtptrain acceptance again") if path.is_file() else {}
-        if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
-            raise UserError(
-                f"{path}: must be a report.json of mtptrain acceptance, but is not one, or has an older format; run "
-                "mtptrain acceptance again"
-            )
+        required = ("baselines", "speed", "intervals", *MUST_BE_EQUAL)
+        report = read_sealed(path, "run mtptrain acceptance again, and name its report.json", required)
         if path.resolve() in files:
             raise UserError(f"{path}: each report must be given once, but this one is given twice; remove one")
         files.add(path.resolve())

@@ -153,9 +153,8 @@ def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) ->
 
 METRICS = [
     ("{oops}", "must be JSON, but is not"),
-    ('{"step": "7"}', "must be the record of a step, but is not"),
-    ('{"step": 2, "tokens": "a"}', "tokens must hold numbers, but is 'a'"),
-    ('{"step": 2, "kl_at": [1.0, "x"]}', "kl_at must hold numbers, but is .1.0, 'x'."),
+    ('{"step": "7"}', "must hold the numbers of a step, but does not"),
+    ('{"step": 2, "kl_at": [1.0, "x"]}', "must hold the numbers of a step, but does not"),
 ]
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -94,14 +93,8 @@ _FOUND: dict[tuple[type, str], TargetForm] = {}
 def find_form(config: PreTrainedConfig) -> TargetForm:
     key = type(config), config.to_json_string()
     if key not in _FOUND:
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            # Rehearsals of GPUs look for forms among fake tensors, and nothing public suspends those.
-            with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
-                _FOUND[key] = _Probe(config).form()
-        finally:
-            torch.set_default_dtype(dtype)
+        with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+            _FOUND[key] = _Probe(config).form()
     return _FOUND[key]
 
 

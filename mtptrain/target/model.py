@@ -35,16 +35,14 @@ class FrozenLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        # Fake tensors, and others that only stand for values, are subclasses.
-        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
-        self._can_pack = is_plain and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+        is_plain = weight.device.type == "cpu" and weight.dtype is torch.float32
+        self._can_pack = is_plain and torch.backends.mkldnn.is_available()
         self._packed: torch.Tensor | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [..., D] of rows [..., H]."""
         num_rows = rows.numel() // rows.shape[-1]
-        is_fake = type(rows) is not torch.Tensor
-        if not 1 < num_rows <= MOST_ROWS or not self._can_pack or is_fake or torch.is_grad_enabled():
+        if not 1 < num_rows <= MOST_ROWS or not self._can_pack or torch.is_grad_enabled():
             return F.linear(rows, self.weight, self.bias)
         # These functions are private. The public `torch.utils.mkldnn` reorders the weights anew in each product.
         if self._packed is None:

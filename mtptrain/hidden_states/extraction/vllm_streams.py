@@ -66,26 +66,24 @@ class VllmStreams:
         max_document_tokens: int,
         scratch_dir: Path,
         local_rank: int,
-        device_type: str,
         python: str | None,
     ) -> None:
         """Check the settings. Entering the context starts the engine.
 
         Layer k is the stream after k decoder layers, and the last is the state before the final norm. The folder
         `scratch_dir` is for this rank only: it is created here and removed at the end. The engine uses the GPUs after
-        those of the lower local ranks; with `device_type` cuda it refuses to run on CPUs. `python` is vLLM's.
+        those of the lower local ranks. `python` is vLLM's.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
         choose_backend(Backend.vllm, target_config)
-        self._python = find_python(python, warns=False)  # the program has warned, once for all ranks
+        self._python = find_python(python, is_checked=True)
         self._environment = engine_environment(os.environ, local_rank, settings.tensor_parallel_size)
         self._layer_ids = sorted(set(layers))  # the engine's order
         self._columns = [self._layer_ids.index(layer) for layer in layers]
         self._engine = {
             "target_dir": str(target_dir),
             "layer_ids": self._layer_ids,
-            "device_type": device_type,
             **engine_limits(settings, target_config, len(self._layer_ids), max_document_tokens),
         }
 

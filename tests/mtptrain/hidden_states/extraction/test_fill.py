@@ -126,7 +126,7 @@ def test_a_full_disk_is_named_by_its_setting_unless_it_is_the_stores(
     python = fake_python(tmp_path, script + "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
     settings = HiddenStatesConfig(dtype=Dtype.float32)
     for place, message in FULL_DISKS.items():
-        streams = VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", str(python))
+        streams = VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, str(python))
         with pytest.raises(OSError, match=message) as full, streams:
             fill_one(streams, tmp_path / "store")
         assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / place.partition("/")[0])
