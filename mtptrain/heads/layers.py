@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.settings.heads import LayerConfig
 from mtptrain.target.families import STATIC_ROPE_TYPES, head_rope_parameters, key_heads, mlp_size
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that a head may have: the attention backends of all engines have kernels for both."""
@@ -58,18 +57,14 @@ class Rope:
 
     def __init__(self, head_dim: int, rope_parameters: Mapping[str, Any], max_positions: int) -> None:
         """Build the frequencies. Raises UserError for a type that transformers or engines cannot compute."""
-        try:
+        must = "head.rope_parameters: must be a RoPE that transformers computes, and the same for all lengths"
+        with refusing(f"{must}, unlike {dict(rope_parameters)}", "correct it"):  # the target's have been read before
             if rope_parameters.get("rope_type") not in STATIC_ROPE_TYPES:
                 raise ValueError(f"rope_type must be one of {', '.join(STATIC_ROPE_TYPES)}")
             sizes: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
             config = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=dict(rope_parameters))
             rotary = LlamaRotaryEmbedding(config)
             self.theta = float(rope_parameters["rope_theta"])
-        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:  # the target's have been read before
-            raise UserError(
-                "head.rope_parameters: must be a RoPE that transformers computes, and the same for all lengths, but is "
-                f"{dict(rope_parameters)}, of which it reports {error_summary(error)}; correct it"
-            ) from error
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
 
     def factors(self) -> torch.Tensor:

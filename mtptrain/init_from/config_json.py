@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.dflash import SLIDING
 from mtptrain.target.families import ROPE_OF_THE_TARGET, STATIC_ROPE_TYPES, head_rope_parameters, norm_eps
 from mtptrain.target.frozen_parts import MODEL_OPT_QUANTISATION
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
 
 LAYERS, ROPE = "transformer_layer_config", "rope."
@@ -252,17 +251,12 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
     given = {name: config.values[name] for name in names if name in config.values}
     if rope := {key.removeprefix(ROPE): value for key, value in config.values.items() if key.startswith(ROPE)}:
         given["rope_parameters"] = rope
-    try:
+    with refusing(f"{config.path}: RoPE and rms_norm_eps must be readable by transformers", "choose another head"):
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
         if (kind := head_rope_parameters(own)["rope_type"]) not in STATIC_ROPE_TYPES:
             raise ValueError(f"rope_type {kind}, which changes with the length of the text")
         if any(isinstance(value, dict) for value in (own.rope_parameters or {}).values()):
             raise ValueError("RoPE that differs by layer")
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{config.path}: RoPE and rms_norm_eps must be readable by transformers, which reports "
-            f"{error_summary(error)}; choose another head"
-        ) from error
     # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
     own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target)))
     if own_eps != eps:

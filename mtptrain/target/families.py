@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from mtptrain.target.form import find_form
 from mtptrain.target.generation import read_generation
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo_json
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
 
 NEEDED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -113,16 +112,12 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
                     f"{path}: {name} must be unset, because mtptrain never runs code that a target names, but is "
                     f"{value!r}; remove it"
                 )
-    try:
+    # transformers itself refuses a model's own code, by an error.
+    advice = "choose another target" if settings.get("auto_map") else DOWNLOAD_AGAIN
+    with refusing(f"{path}: must be readable by transformers", advice):
         if is_mimo_json(settings):
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
         return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        # transformers itself refuses a model's own code, by such an error
-        advice = "choose another target" if settings.get("auto_map") else DOWNLOAD_AGAIN
-        raise UserError(
-            f"{path}: must be readable by transformers, which reports {error_summary(error)}; {advice}"
-        ) from error
 
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, meta
-from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.generation import GenerationDefaults, parse_generation, read_generation
 from mtptrain.target.gguf import gguf_of, is_gguf, read_header, sampling_of
 from mtptrain.target.hub import DEMO, load_tokenizer, weights_fingerprint
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
 
 RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -108,13 +107,8 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
         return
     given: str | dict[str, str] = tokenizer.chat_template or ""
     templates = given if isinstance(given, dict) else {"": given}
-    try:
+    with refusing(f"target.path: the chat template of {tokenizer.name_or_path} must be valid", "correct it", "Jinja"):
         read = set().union(*map(_names_in, templates.values())) - set(RENDERED)
-    except TemplateSyntaxError as error:
-        raise UserError(
-            f"target.path: the chat template of {tokenizer.name_or_path} must be valid, but Jinja reports "
-            f"{error_summary(error)}; correct it"
-        ) from error
     if wrong := [name for name in kwargs if name not in read]:
         raise UserError(
             f"prompts.template_kwargs: must name variables that the chat template of {tokenizer.name_or_path} reads, "

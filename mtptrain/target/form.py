@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLa
 
 from mtptrain.target.causal_attention import MaskOf
 from mtptrain.target.hub import DOWNLOAD_AGAIN
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, error_summary, refusing
 
 PROBE = "mtptrain_probe"
 """The name under which `_note_mask` is registered with transformers."""
@@ -101,15 +101,9 @@ def find_form(config: PreTrainedConfig) -> TargetForm:
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Returns the model of a config in fp32, without memory for its weights."""
     own = deepcopy(config)  # transformers writes into it
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(own, trust_remote_code=False, dtype=torch.float32)
-    except Exception as error:  # with a wrong config, the model's code may raise anything
-        path = Path(config.name_or_path or "") / "config.json"
-        raise UserError(
-            f"{path}: must describe a model that transformers can build, but transformers reports "
-            f"{error_summary(error)}; {DOWNLOAD_AGAIN}"
-        ) from error
+    path = Path(config.name_or_path or "") / "config.json"
+    with refusing(f"{path}: must describe a model that transformers can build", DOWNLOAD_AGAIN), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(own, trust_remote_code=False, dtype=torch.float32)
     return model.eval()
 
 

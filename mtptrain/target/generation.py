@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
 
 FILE = "generation_config.json"
@@ -129,12 +129,8 @@ def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDef
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
     parsed = parse_generation(given, path, config)
     if path.is_file():
-        try:
+        with refusing(f"{path}: must be readable by transformers", DOWNLOAD_AGAIN):
             transformers.GenerationConfig.from_pretrained(target_dir)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
-            ) from error
     return parsed
 
 

@@ -15,8 +15,7 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import naming, publish, read_json, sync, write_text
 
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
@@ -230,19 +229,10 @@ def read_header(path: Path) -> GGUFHeader:
             f"{path}: must be a GGUF file of version 2 or 3 in little-endian order, but begins with {start!r}; choose "
             "another file, or a model directory"
         )
-    with _refused(f"{path}: must be a complete GGUF file", f"{DOWNLOAD_AGAIN}, or convert the model again"):
+    with refusing(f"{path}: must be a complete GGUF file", f"{DOWNLOAD_AGAIN}, or convert the model again", "gguf"):
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     return GGUFHeader(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
-
-
-@contextmanager
-def _refused(must: str, advice: str = DOWNLOAD_AGAIN) -> Iterator[None]:
-    """Makes an error of a library, which may raise anything for a damaged file, a refusal of what must hold."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{must}, but the library reports {error_summary(error)}; {advice}") from error
 
 
 def _check_settings(header: GGUFHeader) -> None:
@@ -302,7 +292,8 @@ def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
     """Returns the config of the model that a GGUF file holds, and the names in transformers of its tensors."""
     path, architecture = header.path, header.metadata["general.architecture"]
     keys, rope = header.section(f"{architecture}."), _rope(header)
-    with _refused(f"{path}: settings must describe a model that transformers can build"), torch.device("meta"):
+    must = f"{path}: settings must describe a model that transformers can build"
+    with refusing(must, DOWNLOAD_AGAIN), torch.device("meta"):
         config = AutoConfig.for_model(
             architecture,
             **{name: keys[key] for key, name in SIZES.items()},
@@ -329,7 +320,7 @@ def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
     for name in names:
         kind = header.tensors[name].tensor_type
         advice = "quantise the model in another type, such as Q4_K_M"
-        with _refused(f"{path}: {name} must have a type that the package gguf can dequantise", advice):
+        with refusing(f"{path}: {name} must have a type that the package gguf can dequantise", advice, "gguf"):
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     return config, names
 
@@ -414,7 +405,7 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     path, settings = header.path, header.section(TOKENIZER)
     split, tokens = settings["pre"], settings["tokens"]
     begins_with_bos = settings.get("add_bos_token", split in WHOLE_WORDS_FIRST)
-    with _refused(f"{path}: the tokenizer must be readable by transformers"):
+    with refusing(f"{path}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
         # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             path.absolute().parent, gguf_file=path.name, add_bos_token=begins_with_bos

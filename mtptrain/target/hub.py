@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, error_summary, refusing
 from mtptrain.utils.files import read_json, tensor_shapes
 
 HUB_ERRORS = (HTTPError, HFValidationError, OSError)
@@ -80,17 +80,9 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
             f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
             f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
         )
-    try:
+    with refusing(f"{target_dir}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
         tokenizer("a")  # reads settings, such as model_max_length, that loading does not
-    except Exception as error:  # the tokenizers library raises plain Exception, transformers a dozen classes
-        for path in sorted(target_dir.glob("*token*.json")):
-            if path.is_file():
-                read_json(path, DOWNLOAD_AGAIN)
-        raise UserError(
-            f"{target_dir}: the tokenizer must be readable by transformers, which reports {error_summary(error)}; "
-            f"{DOWNLOAD_AGAIN}"
-        ) from error
     return tokenizer
 
 

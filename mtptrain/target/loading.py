@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_weights, refuse_missing
 from mtptrain.target.hub import INDEX, weight_files
 from mtptrain.target.model import Target
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json, tensor_shapes
 
 FITTING_SHARE = 0.8
@@ -95,16 +95,14 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
     quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
     if quantisation is None:
         return
-    try:
+    with refusing(
+        "target.path: transformers must be able to run the quantised weights that quantization_config in "
+        f"{target_dir / 'config.json'} describes",
+        "install what it names, or run this target in vLLM only: hidden_states.backend=vllm, "
+        "train.validation_prompts=0, and mtptrain serving-bench for its acceptance",
+    ):
         quantiser = AutoHfQuantizer.from_config(deepcopy(quantisation), pre_quantized=True)
         quantiser.validate_environment(dtype=dtype, device_map={"": device})
-    except Exception as error:  # each quantiser checks its section in its own way, such as pydantic's ValidationError
-        raise UserError(
-            "target.path: transformers must be able to run the quantised weights that quantization_config in "
-            f"{target_dir / 'config.json'} describes, but reports {error_summary(error)}; install what it names, or "
-            "run this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and "
-            "mtptrain serving-bench for its acceptance"
-        ) from error
 
 
 def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
@@ -135,7 +133,7 @@ def check_target(target: Target) -> None:
     ids = check_texts(target)
     positions = torch.arange(NUM_TOKENS, device=target.device).repeat(len(ids), 1)
     with short_limits(target):
-        with refusing_errors(target, "the forward of transformers"), target.attention("eager"):
+        with running(target, "the forward of transformers"), target.attention("eager"):
             own = target.model(input_ids=ids, use_cache=False).logits.to(target.device)
         if not own.isfinite().all():
             damaged = (name for name, weight in target.model.named_parameters() if not weight.isfinite().all())
@@ -143,7 +141,7 @@ def check_target(target: Target) -> None:
                 f"target.path: weights and logits must be finite, but {next(damaged, 'the logits of a text')} of a "
                 f"{target.config.model_type} in {own.dtype} has NaN or infinity; download the target again"
             )
-        with refusing_errors(target, "the forward of a text over a cache"):
+        with running(target, "the forward of a text over a cache"):
             whole = target.forward(ids, positions, target.cache(NUM_TOKENS), (len(target.layers),))
             refuse_difference(target, "the logits of a text", target.logits(whole.postnorm_states), own)
             last = whole.read_by((len(target.layers),))[..., 0, :]
@@ -191,18 +189,9 @@ def short_limits(target: Target) -> Iterator[None]:
             setattr(place, name, value)
 
 
-@contextmanager
-def refusing_errors(target: Target, step: str) -> Iterator[None]:
-    """Makes an error of the model's code a refusal of the target, which names the step."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise UserError(
-            f"target.path: {step} must run for a {target.config.model_type}, but reports {error_summary(error)}: "
-            "mtptrain cannot run this model; choose another target"
-        ) from error
+def running(target: Target, step: str) -> AbstractContextManager[None]:
+    """Makes an error of the model's code in a step a refusal of the target."""
+    return refusing(f"target.path: {step} must run for a {target.config.model_type}", "choose another target")
 
 
 def refuse_difference(target: Target, name: str, ours: torch.Tensor, own: torch.Tensor) -> None:

@@ -119,5 +119,19 @@ def error_summary(error: Exception) -> str:
     return shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
 
 
+@contextmanager
+def refusing(must: str, advice: str, library: str = "transformers") -> Iterator[None]:
+    """Makes an error of a library, whose code may raise anything for bad input, a refusal that says what must hold.
+
+    A `UserError` passes, and so does that of a GPU without memory, which is no fault of the input.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise UserError(f"{must}, but {library} reports {error_summary(error)}; {advice}") from error
+
+
 def one_line(message: str) -> str:
     return " ".join(message.split())

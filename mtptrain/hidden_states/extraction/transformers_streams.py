@@ -27,7 +27,7 @@ from mtptrain.target.causal_attention import (
     refuse_keywords,
     tempered,
 )
-from mtptrain.target.loading import check_texts, refuse_difference, refusing_errors, short_limits
+from mtptrain.target.loading import check_texts, refuse_difference, running, short_limits
 from mtptrain.target.model import Target
 
 PACKED = "mtptrain_packed"
@@ -101,7 +101,7 @@ def check_streams(target: Target) -> None:
     text, other = check_texts(target)
     layers = tuple(range(len(target.layers) + 1))
     documents = [text[:-3], text, other]
-    with short_limits(target), refusing_errors(target, "the forward of several documents"):
+    with short_limits(target), running(target, "the forward of several documents"):
         with target.attention(PACKED):
             ours = residual_streams(target, documents, layers).split([len(document) for document in documents])
         for document, streams in zip(documents, ours, strict=True):

@@ -214,12 +214,16 @@ def assert_refused(file: Path, message: str) -> None:
 
 
 NORM = b"output_norm.weight" + struct.pack("<IQ", 1, 64)
-COMPLETE = "must be a complete GGUF file, but the library reports .*; download it again"
+COMPLETE = "must be a complete GGUF file, but gguf reports .*; download it again"
 DAMAGES: list[tuple[bytes, bytes, str]] = [
     (b"GGUF", b"text", "must be a GGUF file .* but begins with b'text"),
     (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", "must be .* of version 2 or 3 in little-endian"),
     (b"blk.1.attn_k.", b"blk.0.attn_k.", COMPLETE),  # a name twice
-    (NORM + b"\0", NORM + b"\x1a", "output_norm.weight must have a type that the package gguf can dequantise, but the"),
+    (
+        NORM + b"\0",
+        NORM + b"\x1a",
+        "output_norm.weight must have a type that the package gguf can dequantise, but gguf reports",
+    ),
 ]
 
 
@@ -242,13 +246,16 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
-    ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but the library"),
+    (
+        {"llama.attention.head_count": 3},
+        "settings must describe a model that transformers can build, but transformers reports",
+    ),
     ({"llama.vocab_size": 300}, r"model.embed_tokens.weight must be of shape \(300, 64\), .*, but is of shape \(260"),
     ({"llama.block_count": 1}, r"model.layers.1.input_layernorm.weight must be missing, .*, but is of shape \(64,\)"),
     ({"llama.block_count": 3}, r"model.layers.2.input_layernorm.weight must be of shape \(64,\), .*, but is missing"),
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
-    ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but the library reports"),
+    ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but transformers reports"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be gpt-2 or qwen2 or .*, but is 'falcon'; choose"),
     ({"tokenizer.ggml.eos_token_id": 260}, "tokenizer.ggml.eos_token_id must be below the number of tokens 260, but"),
     ({"tokenizer.ggml.token_type": [1] * 7}, "tokenizer.ggml.token_type must be one number for each of the 260 tokens"),

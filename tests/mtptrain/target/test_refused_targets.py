@@ -83,11 +83,11 @@ ROPE = {"rope_type": "default"}
 EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
 EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
-NOT_READ = "the tokenizer must be readable by transformers, which reports"
+NOT_READ = "the tokenizer must be readable by transformers, but transformers reports"
 UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
 NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
-    "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
+    "describes, but transformers reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states."
 )
 NO_NORM = tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"})
 NAN, IS_NAN = added(**{UP: torch.full((96, 64), math.nan)}), rf"must be finite, but {UP} of a llama .* has NaN or inf"
@@ -97,7 +97,7 @@ IN_CONFIG: Cases = [
     (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
     (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
     (change(model_type=...), "/config.json: model_type must name a family of models, but is None; download"),
-    (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
+    (change(model_type="nonsense"), "/config.json: must be readable by transformers, but .*nonsense"),
     (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
     (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
     (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
@@ -107,7 +107,7 @@ IN_CONFIG: Cases = [
         change(sliding_window=16),
         "transformers must implement the sliding windows of 'llama', but .* remove sliding_window",
     ),
-    (change(model_type="evil", **EVIL_MODEL), "must be readable by transformers, which reports ValueError"),
+    (change(model_type="evil", **EVIL_MODEL), "must be readable by transformers, but transformers reports ValueError"),
     (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
     (
         change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
