@@ -67,6 +67,7 @@ from mtptrain.training.checkpoint import (
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb
+from mtptrain.training.optimizer import warn_of_rate
 from mtptrain.training.summary import in_progress_bar, print_summary
 from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled, learning_rate
 from mtptrain.training.validation import Validation
@@ -132,6 +133,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     torch.manual_seed(config.seed)
     head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
+        warn_of_rate(config.train)
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
     run.prompts_file(Split.train)  # so that an error names stage 1 if both its files and those of stage 2 are missing
     if config.head.init_from is None and head.d2t is not None:

@@ -23,6 +23,8 @@ docs/results/learning.md."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic Newton-Schulz iteration that Muon's authors chose: after five of them singular values lie in about
 [0.7, 1.2]."""
+UNUSUAL_LR = 1e-2
+"""Rates from here on are those of Muon elsewhere, whose update is scaled otherwise."""
 ITERATIONS = 5
 EPSILON = 1e-8
 """That of `torch.optim.AdamW`."""
@@ -39,6 +41,15 @@ def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torc
     parameters = sorted(head.named_parameters(), key=lambda each: each[0] not in names)  # matrices first
     shapes = [parameter.shape for name, parameter in parameters if name in names]
     return MuonAndAdamW([each for _, each in parameters], shapes, settings, ranks, dtype)
+
+
+def warn_of_rate(settings: TrainConfig) -> None:
+    if settings.lr >= UNUSUAL_LR:
+        print(
+            "WARNING train.lr: heads learn at 1e-4 to 5e-3, with Muon too, whose update here has as root mean square "
+            f"{UPDATE_RMS} times the rate, but it is {settings.lr:g}; set train.lr=1e-3",
+            flush=True,
+        )
 
 
 def matrix_names(head: Head) -> list[str]:

@@ -9,7 +9,14 @@ from mtptrain.config import TrainConfig
 from mtptrain.heads.files import build_head
 from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.settings.training import OptimizerKind
-from mtptrain.training.optimizer import MOMENTUM, UPDATE_RMS, build_optimizer, matrix_names, orthogonalised
+from mtptrain.training.optimizer import (
+    MOMENTUM,
+    UPDATE_RMS,
+    build_optimizer,
+    matrix_names,
+    orthogonalised,
+    warn_of_rate,
+)
 from mtptrain.training.trainer import is_compiled, warmup_cosine
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -73,3 +80,10 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_comp
     for setting, compiled in (("null", [False, True]), ("true", [True, True]), ("false", [False, False])):
         of_config = make_config(f"train.compile={setting}").train.compile
         assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
+
+
+def test_a_rate_of_another_projects_muon_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_rate(TrainConfig(optimizer=OptimizerKind.muon, lr=3e-3))
+    assert not capsys.readouterr().out
+    warn_of_rate(TrainConfig(optimizer=OptimizerKind.muon, lr=0.02))
+    assert "WARNING train.lr" in capsys.readouterr().out
