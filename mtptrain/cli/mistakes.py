@@ -3,6 +3,7 @@
 For the name of a setting that is not clear: Hydra advises to add an unknown setting, and suggests no name.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +23,16 @@ CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()}
 
 OPEN_SECTIONS = ("deepspeed.", "head.rope_parameters.", "prompts.roles.", "prompts.template_kwargs.")
 """Sections to which the command line may add names that no recipe has."""
+
+REPLACED = {
+    r"plan|verify": "it is a command, `mtptrain plan` or `mtptrain verify`",
+    r"serving\.(\w+_)?(python|server)": "set serving.program",
+    r"serving_bench\.output_dir": "set serving.output_dir, in which serving_bench is made",
+    r"planner\.(hidden_states|train)_peak_share": "set planner.hidden_states_tokens_per_s or train_tokens_per_s",
+    r"responses\.api_key_variable": "set the environment variable OPENAI_API_KEY",
+    r"train\.resume": "training continues from the newest checkpoint, and starts from scratch in another run_dir",
+}
+"""What to do instead of giving settings of earlier versions, where a similar name does not say it."""
 
 
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
@@ -47,6 +58,9 @@ def unknown_name(name: str, arguments: Sequence[str]) -> str:
     These are a very similar name, or else settings of the same name in other sections, or else the most similar name.
     """
     problem = f"{name}: must be the name of a setting, but no setting has this name; "
+    for pattern, instead in REPLACED.items():
+        if re.fullmatch(pattern, name):
+            return problem + instead
     names, last = setting_names(arguments), name.rpartition(".")[2]
     very_similar, similar = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
     meant = very_similar or [each for each in names if each.rpartition(".")[2] == last][:2] or similar

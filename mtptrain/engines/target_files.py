@@ -45,4 +45,11 @@ def add_target_files(
                 shutil.copyfile(path, directory / path.name)
     names.append(head_file)
     weight_map = {tensor: name for name in names for tensor in tensor_shapes(directory / name)}
-    write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
+    total_bytes = sum(tensors_bytes(directory / name) for name in names)
+    write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def tensors_bytes(path: Path) -> int:
+    """Returns the bytes of a safetensors file's tensors, which follow the header and the 8 bytes of its length."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

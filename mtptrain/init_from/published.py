@@ -125,6 +125,13 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
         return "dspark"
     if name == "dspark" and values.get("markov_rank") == 0:
         return "dflash"
+    announced = next((key for key in ("num_nextn_predict_layers", "num_mtp_layers") if values.get(key)), None)
+    if name is None and announced is not None:
+        missing = "input_proj" if architecture == MIMO else "eh_proj"
+        raise UserError(
+            f"{directory}: the files must hold the MTP layer that config.json announces by "
+            f"{announced}={values[announced]}, but lack its {missing}.weight; download the checkpoint again"
+        )
     if name is None:
         raise UserError(
             "head.init_from: must hold head.json, a model with an MTP layer (DeepSeek's eh_proj or MiMo's), or a head "

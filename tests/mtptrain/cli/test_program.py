@@ -16,6 +16,7 @@ REPORTS = "must have a valid value, but OmegaConf reports:"
 MISTAKES = {
     "train.lrr=1": f"train.lrr: {NO_SETTING} did you mean train.lr?",
     "+sed=1": f"sed: {NO_SETTING} did you mean seed?",
+    "plan=true": f"plan: {NO_SETTING} it is a command, `mtptrain plan` or `mtptrain verify`",
     "lr=1": f"lr: {NO_SETTING} did you mean train.lr?",
     "train.seed=1": f"train.seed: {NO_SETTING} did you mean seed or acceptance.seed?",
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "

@@ -40,6 +40,8 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
     index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "export").glob("*.safetensors")}
     assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    tensor_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    assert index["metadata"] == {"total_size": tensor_bytes}
     before = load_file(directory / "model.safetensors")
     after = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     assert after.keys() == before.keys() and sum(map(len, files.values())) == len(before)

@@ -135,7 +135,7 @@ WRONG_TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("eagle3", adding(layers__0__hidden_norm__weight=torch.ones(64)), r"a tensor must have one name, but \S+ and \S+"),
     ("eagle3", adding(fc__weight=torch.zeros(64, 128, dtype=torch.float8_e4m3fn)), r"fc\.weight must hold flo"),
     ("mtp", without("layers.0.self_attn.qkv_proj"), r"self_attn\.k_proj\.weight must be of shape .* is absent"),
-    ("mimo", without("model.mtp_layers."), r"a model with an MTP layer .* or MiMo's\), .* holds a MiMoForCausalLM;"),
+    ("mimo", without("model.mtp_layers."), r"num_nextn_predict_layers=1, but lack its input_proj\.weight;"),
     ("deepseek", adding(**{f"{BEHIND}self_attn__q_norm__weight": torch.ones(64)}), r"q_norm\.weight must be absent"),
     (
         "deepseek", lambda tensors: {name.replace("layers.2.", "layers.9."): x for name, x in tensors.items()},
