@@ -154,7 +154,7 @@ IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.engines.openvino.openvino_worker": {"openvino", "openvino_genai"},
     "benchmarks.learning_peer": {"speculators"},
 }
-"""Modules that run in the Python environment of an engine or of another trainer, and what else they can import there."""
+"""Modules that run in the Python environment of an engine or another trainer, and what they can import there."""
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
