@@ -60,11 +60,6 @@ class Served:
     server_args: Sequence[str] = ()
     """`serving_bench.server_args`."""
 
-    @property
-    def holds_target(self) -> bool:
-        """Whether the export is a whole checkpoint that includes the target."""
-        return bool(self.facts.get("holds_target", False))
-
     def log_path(self, num_drafts: int) -> Path:
         """Returns the file for what a server prints that drafts K = `num_drafts` tokens."""
         return self.log_dir / f"server_K{num_drafts}.log"

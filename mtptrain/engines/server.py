@@ -25,8 +25,6 @@ SETTLE_LIMIT_S = 10.0
 """Seconds within which the counters must stop changing after the last answer."""
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from an answer."""
-UNKNOWN_PATH = (404, 405, 501)
-"""Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
 NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
 """The addresses that a client asks without the proxy of the environment: servers of this machine."""
 UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, OverflowError)
@@ -63,7 +61,8 @@ class EngineServer(ABC):
         self.url = url.rstrip("/")
         self.shown_url = hide_passwords(self.url)
         """The address as messages show it."""
-        self.place, self._advice = "serving.url", f"start `{self.program}{self.options}` or correct the address"
+        self.place = "serving.url"
+        self._advice = f"see the server's log, start `{self.program}{self.options}` or correct the address"
         if log_path is not None:
             self.place, self._advice = f"{self.program}, whose log is {log_path}", "read its log"
         self._client = self.client()
@@ -157,15 +156,10 @@ class EngineServer(ABC):
         except (httpx.HTTPError, httpx.InvalidURL, *UNREADABLE) as error:
             does = f"does not answer ({error})"
             if response is not None:
-                status = "" if response.is_success else f" {response.status_code}:"
-                does = f"answers{status} {shown(response.content)}"
-                if status and (content is not None or response.status_code not in UNKNOWN_PATH):
-                    raise UserError(
-                        f"{self.place}: must answer every request, but {self.shown_url}{path} {does}; see the "
-                        "server's log"
-                    ) from error
+                does = f"answers {response.status_code}: {shown(response.content)}"
             raise UserError(
-                f"{self.place}: must be a running {self.name} server, but {self.shown_url}{path} {does}; {self._advice}"
+                f"{self.place}: must be a running {self.name} server that answers every request, but "
+                f"{self.shown_url}{path} {does}; {self._advice}"
             ) from error
 
 

@@ -95,9 +95,6 @@ def announce_precision(name: str, dtype: Dtype) -> None:
 
 
 def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
-    """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting."""
+    """Returns a value of the config that a stage began with; None if it has not begun."""
     settings = StageDir(stage_dir).settings()
-    try:
-        return None if settings is None else find(settings)
-    except KeyError:
-        return None
+    return None if settings is None else find(settings)

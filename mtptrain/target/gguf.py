@@ -32,14 +32,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mtptrain.utils.errors import UserError, refusing
-from mtptrain.utils.files import naming, publish, read_json, sync, write_text
+from mtptrain.utils.files import publish, read_json, save_tensors, sync, write_json, write_text
 
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
 SUFFIX = ".gguf"
-FORMAT = 3
+FORMAT = 4
 """Raised when the same GGUF file would be translated into another model directory."""
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
@@ -391,7 +392,7 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
         GenerationConfig(**tokens, **sampling_of(header)).save_pretrained(temporary)
         _write_tokenizer(header, temporary)
         print(f"{header.path}: writing a copy in fp32, {weight_bytes / 1e9:,.2f} GB, to {directory}", flush=True)
-        _write_weights(temporary / "model.safetensors", header, config, names)
+        _write_weights(temporary, header, config, names)
         for file in temporary.iterdir():
             sync(file)
         publish(temporary, directory)
@@ -426,21 +427,14 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
             )
 
 
-def _write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
-    """Write all tensors to one safetensors file, with only one of them in memory at a time."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, translated in names.items():
-        shape = header.shape(name)
-        start, end = end, end + 4 * math.prod(shape)
-        entries[translated] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+def _write_weights(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
+    """Write each tensor to a safetensors file of its own, so that only one of them is in memory at a time."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    with naming(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            weights, module = header.dequantised(name), name.split(".")[-2]
-            if module in INTERLEAVED[config.model_type]:
-                weights = uninterleaved(weights, num_heads[module])
-            file.write(np.ascontiguousarray(weights, np.float32).data)
+    for name, translated in names.items():
+        weights, module = header.dequantised(name), name.split(".")[-2]
+        if module in INTERLEAVED[config.model_type]:
+            weights = uninterleaved(weights, num_heads[module])
+        weights = np.array(weights, np.float32)  # of the file itself, only reading is allowed
+        save_tensors(directory / f"{translated}.safetensors", {translated: torch.from_numpy(weights)})
+    files = {translated: f"{translated}.safetensors" for translated in names.values()}
+    write_json(directory / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {}, "weight_map": files})

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
-from mtptrain.utils.errors import UserError, error_summary, refusing
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json, tensor_shapes
 
 HUB_ERRORS = (HTTPError, HFValidationError, OSError)
@@ -42,7 +42,12 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         return Path(path)
     if is_gguf(path):
         return dequantised_dir(Path(path), setting)
-    try:
+    with refusing(
+        f"{setting}: {path!r} must be `{DEMO}`, a local directory, a GGUF file or a hub name that can be downloaded",
+        "correct the path, log in with `hf auth login` if it is gated or private, or download "
+        f"{'it' if is_whole else 'its config'} first",
+        "the hub",
+    ):
         if not is_whole:
             return Path(hf_hub_download(path, "config.json", revision=revision)).parent
         return Path(
@@ -53,12 +58,6 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
                 ignore_patterns=["original/*", "consolidated*"],  # the same weights again, in another layout
             )
         )
-    except HUB_ERRORS as error:
-        raise UserError(
-            f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
-            f"directory nor a file, and it could not be downloaded: {error_summary(error)}; correct the path, log in "
-            f"with `hf auth login` if it is gated or private, or download {'it' if is_whole else 'its config'} first"
-        ) from error
 
 
 def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:

@@ -18,7 +18,7 @@ from mtptrain.training.batches import Batch
 from mtptrain.training.flops import StepFlops
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, error_summary, refusing
 from mtptrain.utils.files import append_text, parse_json, write_text
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.progress import ProgressBar
@@ -66,7 +66,8 @@ class Tracking:
 def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb.Run:
     """Start a wandb run with all settings, in the group of `run_dir`, offline unless WANDB_MODE says otherwise."""
     os.environ.setdefault("WANDB_MODE", "offline")
-    try:
+    must = f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}"
+    with refusing(must, "mend that, or set WANDB_MODE=offline or train.tracker=none", "wandb"):
         return wandb.init(
             project="mtptrain",
             group=str(config.run_dir),
@@ -75,11 +76,6 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
             config=hide_passwords(asdict(config)),
             settings={"silent": True},
         )
-    except (wandb.Error, ValueError) as error:
-        raise UserError(
-            f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}, but reports: "
-            f"{error_summary(error)}; mend that, or set WANDB_MODE=offline or train.tracker=none"
-        ) from error
 
 
 def curves(metrics: dict[str, object]) -> dict[str, object]:

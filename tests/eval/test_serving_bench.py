@@ -36,6 +36,7 @@ def write(
     """Write the settings, and return the message, vLLM's settings and the README."""
     directory.mkdir(exist_ok=True)
     target, head_dir = TargetFiles(target_dir, "a/new target"), directory / "export/vllm"
+    facts = {"speculative_settings": {}, "holds_target": False, **facts}
     served = Served(Path("python"), target, head_dir, facts, ServingConfig(), "float32", 64, 8, directory)
     said = write_engine_settings(directory, speeds, served, running_engine("vllm"))
     vllm, readme = directory / "vllm.json", directory / "README.md"
@@ -148,7 +149,7 @@ def test_bad_input_is_refused_before_anything_starts(
 ) -> None:
     run_dir, settings = fresh_run
     for overrides, message in (
-        ([URL], r"serving\.url: must be a running vLLM server, but http://127.0.0.1:9/\S+ does not answer"),
+        ([URL], r"serving\.url: must be a running vLLM server .*, but http://127.0.0.1:9/\S+ does not answer"),
         (["serving.program=/none"], r"serving\.program: must be a Python with vLLM, but /none does not exist"),
         (["serving.engine=llama_cpp"], r"target\.gguf: must be the target as a GGUF file, which llama.cpp serves, but"),
     ):

@@ -135,12 +135,12 @@ class Vllm(RunningEngine):
         None if vLLM fixes K when it starts, as for some methods, and for a parallel drafter with K mask tokens.
         """
         facts, head_dir = served.facts, served.head_dir.resolve()
-        if facts["method"] not in DYNAMIC_METHODS or facts.get("speculative_settings", {}).get("parallel_drafting"):
+        if facts["method"] not in DYNAMIC_METHODS or facts["speculative_settings"].get("parallel_drafting"):
             return None
         best = best_num_drafts(speeds)
         settings, ranges = speculative_config(facts, head_dir, max(best.values())), per_batch_size(best)
         said = ", ".join(f"K = {num_drafts} from batch size {first}" for first, _, num_drafts in ranges)
-        model = head_dir if served.holds_target else served.target.name_for_engines
+        model = head_dir if facts["holds_target"] else served.target.name_for_engines
         draft = f'--speculative-config "$(cat {shlex.quote(str(path))})"'
         return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
             f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
@@ -154,7 +154,7 @@ def serve_arguments(served: Served, num_drafts: int) -> list[str]:
 
     Servers differ only in their drafts: one without drafts also loads the export where that holds the target.
     """
-    arguments = ["--model", str(served.head_dir.resolve() if served.holds_target else served.target.directory)]
+    arguments = ["--model", str(served.head_dir.resolve() if served.facts["holds_target"] else served.target.directory)]
     arguments += ["--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
     arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory

@@ -429,7 +429,7 @@ def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_to
     """Returns `--speculative-config` for an export, without `model` if it also holds the target."""
     return {
         "method": facts["method"],
-        **({} if facts.get("holds_target", False) else {"model": str(head_dir)}),
+        **({} if facts["holds_target"] else {"model": str(head_dir)}),
         "num_speculative_tokens": num_speculative_tokens,
-        **facts.get("speculative_settings", {}),
+        **facts["speculative_settings"],
     }
