@@ -77,7 +77,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
         counts[f"{split}_longest"] = int(documents.lengths.max(initial=0))
     check_splits(splits, report, prompts)
     beginnings = [encoding.input_ids for entry, encoding in windows.written if entry.window == 0]
-    differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, tokenizer)
+    differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warnings.warn(difference, stacklevel=2)
 

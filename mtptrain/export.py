@@ -28,7 +28,7 @@ from mtptrain.run import Run
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import as_words
-from mtptrain.target.served_text import chats_elsewhere
+from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json, read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
@@ -140,7 +140,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mappin
         *filter(None, [engine.defaults_note(engine.read_by(run.target))]),
         *form.notes(),
         *([mode_note(run.target.template_kwargs_json, engine)] if is_chat else []),
-        *(chats_elsewhere(run.target) if is_chat else ()),
+        *(chats_elsewhere(run.target) if is_chat else texts_elsewhere((), run.target)),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"

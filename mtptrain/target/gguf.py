@@ -236,6 +236,13 @@ def read_header(path: Path) -> GGUFHeader:
     return GGUFHeader(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
+def adds_token(metadata: Mapping[str, Any], name: str) -> bool:
+    """Returns whether llama.cpp adds the token `bos` or `eos` to texts and chats, as a file's metadata say."""
+    model, split = metadata.get(f"{TOKENIZER}model"), metadata.get(f"{TOKENIZER}pre")
+    by_default = {"bos": model == "llama" or split in WHOLE_WORDS_FIRST, "eos": model == "t5"}
+    return bool(metadata.get(f"{TOKENIZER}add_{name}_token", by_default[name]))
+
+
 def _check_settings(header: GGUFHeader) -> None:
     """Refuse settings of a model or of a tokenizer that transformers would ignore, or read otherwise than llama.cpp."""
     path, metadata = header.path, header.metadata
@@ -405,11 +412,10 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads."""
     path, settings = header.path, header.section(TOKENIZER)
     split, tokens = settings["pre"], settings["tokens"]
-    begins_with_bos = settings.get("add_bos_token", split in WHOLE_WORDS_FIRST)
     with refusing(f"{path}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
         # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path.absolute().parent, gguf_file=path.name, add_bos_token=begins_with_bos
+            path.absolute().parent, gguf_file=path.name, add_bos_token=adds_token(header.metadata, "bos")
         )
     tokenizer.save_pretrained(directory)
     saved = read_json(directory / "tokenizer.json")

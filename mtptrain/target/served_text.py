@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
+from mtptrain.target.gguf import CHAT_TEMPLATE, adds_token, read_header
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
 READERS = {CONFIG: f"llama.cpp's converter (gguf {version('gguf')})", LEGACY: "processors of targets with images"}
 """Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
+OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
 
 
 def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
@@ -45,18 +46,23 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
                 f"{READERS.get(name, 'llama.cpp')}; remove the wrong one, or start llama-server with "
                 "--chat-template-file and the right one"
             )
-    # 2. Compare what precedes a chat.
+    # 2. Compare what precedes a chat, and what follows its prompt.
     tokenizer, bos = target.tokenizer, target.tokenizer.bos_token
-    adds_bos = _begins_with_bos(tokenizer) or settings.get(CONFIG, {}).get("add_bos_token") is True
     try:
         chat = str(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False))
     except Exception:  # a template is an unknown program, and may want other messages
         return
-    if bos is not None and in_gguf.get(f"{TOKENIZER}add_bos_token", adds_bos) and not chat.startswith(bos):
+    added, switched_off = _added_by_llama_server(target), OVERRIDE.format("eos", "false")
+    if bos is not None and added["bos"] and not chat.startswith(bos):
         yield (
             f"{target.directory}: chats should begin with {bos}, as texts do, but the chat template does not write it: "
             "they begin without it here, in vLLM and in SGLang, but llama-server adds it; correct the template, or "
-            "start llama-server with --override-kv tokenizer.ggml.add_bos_token=bool:false"
+            f"start llama-server with {OVERRIDE.format('bos', 'false')}"
+        )
+    if added["eos"]:
+        yield (
+            f"{target.directory}: an answer should follow the prompt of a chat at once, as here, in vLLM and in SGLang,"
+            f" but llama-server adds {tokenizer.eos_token} to the prompt; start it with {switched_off}"
         )
 
     # 3. Find out whether servers end an answer where the template does.
@@ -92,14 +98,41 @@ def _templates(stored: Any) -> tuple[str, str]:
     return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
 
 
-def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the tokenizer puts BOS before a text."""
-    return bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+def _added_by_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Returns whether the tokenizer, and with it vLLM and SGLang, adds BOS and EOS to a text."""
+    ids = tokenizer("a")["input_ids"]
+    return {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
 
 
-def texts_elsewhere(documents: Sequence[NDArray[Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields how documents [S each] begin otherwise than a server begins the same texts, and what to do about it."""
-    expected, bos_id = int(_begins_with_bos(tokenizer)), tokenizer.bos_token_id
+def _added_by_llama_server(target: TargetFiles) -> dict[str, bool]:
+    """Returns whether llama-server adds BOS and EOS to texts and chats: as the GGUF file says, or its converter."""
+    if target.gguf is not None and target.gguf.is_file():
+        metadata = read_header(target.gguf).metadata
+        return {name: adds_token(metadata, name) for name in ("bos", "eos")}
+    settings = read_json(path) if (path := target.directory / CONFIG).is_file() else {}
+    by_tokenizer = _added_by_tokenizer(target.tokenizer).items()
+    return {name: adds or settings.get(f"add_{name}_token") is True for name, adds in by_tokenizer}
+
+
+def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
+    """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
+    tokenizer = target.tokenizer
+    added, by_llama_server = _added_by_tokenizer(tokenizer), _added_by_llama_server(target)
+    if by_llama_server["bos"] != added["bos"]:
+        does = ["does not add", "adds"]
+        yield (
+            f"{target.directory}: llama-server should begin texts as the tokenizer does, and so vLLM and SGLang, but "
+            f"{does[by_llama_server['bos']]} {tokenizer.bos_token or 'a BOS'}, which the tokenizer {does[added['bos']]}"
+            f"; start llama-server with {OVERRIDE.format('bos', str(added['bos']).lower())}"
+        )
+    sides = {"vLLM and SGLang, as the tokenizer does": added, "llama-server": by_llama_server}
+    if enders := ", and ".join(name for name, side in sides.items() if side["eos"]):
+        yield (
+            f"{target.directory}: the text of a prompt should end without {tokenizer.eos_token}, as documents go on "
+            f"after it, but it is added by {enders}; correct the post-processor in tokenizer.json, start "
+            f"llama-server with {OVERRIDE.format('eos', 'false')}, or give prompts as token ids"
+        )
+    expected, bos_id = int(added["bos"]), tokenizer.bos_token_id
     num_bos = [sum(1 for _ in takewhile(lambda token: token == bos_id, ids[:2])) for ids in documents]
     for number in {*num_bos} - {expected}:
         yield (

@@ -11,15 +11,17 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import DEMO_DIR, load_tokenizer
+from mtptrain.target.hub import DEMO_DIR
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
-from tests.conftest import make_tokenizer
+from tests.conftest import make_target, make_tokenizer
 from tests.gguf_files import write_gguf
 
 A, B = "{{ bos_token }}{{ messages[0].content }}", "<<{{ messages[0].content }}"
 NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", "llama-server adds it"
+END_ADDED = r"llama-server adds <\|end\|> to the prompt; .*add_eos_token=bool:false"
+ENDING = {"an EOS of a GGUF file", "an EOS of the tokenizer"}
 CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, what puts BOS before texts, what is said
     "two that differ": ({JINJA: A, CONFIG: B}, "", [f"{JINJA}, taken .* that of {CONFIG}, taken by llama.cpp's conv"]),
     "a list for tools": ({JINJA: A, CONFIG: NAMED}, "", [f"differs from that of {CONFIG}"]),
@@ -32,6 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
     "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
+    "an EOS of the tokenizer": ({JINJA: A}, "", [END_ADDED]),
+    "an EOS of a GGUF file": ({JINJA: A, GGUF: A}, "", [END_ADDED]),
     "an end of a turn": ({JINJA: A + "{{ messages[-1].content }}<|end|>"}, "", []),
     "another token": ({JINJA: A + "{{ messages[-1].content }}<user>"}, "", ["'<user>', .*; add 258 to eos_token_id"]),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
@@ -46,8 +50,9 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
     templates, adds_bos, said = CASES[case]
     tokenizer, gguf = make_tokenizer(None), tmp_path / GGUF
     tokenizer.bos_token = "<|end|>"
-    if adds_bos == "a post-processor":
-        processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 256)])
+    single = "<|end|> $A" if adds_bos == "a post-processor" else "$A <|end|>"
+    if adds_bos == "a post-processor" or (case in ENDING and GGUF not in templates):
+        processor = TemplateProcessing(single=single, special_tokens=[("<|end|>", 256)])
         tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.save_pretrained(tmp_path)
     shutil.copy(tiny_target / "config.json", tmp_path)
@@ -57,13 +62,27 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
         text = template if name.endswith("jinja") else json.dumps(settings | {"chat_template": template})
         (tmp_path / name).write_text(text)
     if GGUF in templates:
-        changes = {"tokenizer.chat_template": templates[GGUF], "tokenizer.ggml.add_bos_token": adds_bos == GGUF}
-        write_gguf(gguf, tiny_target, settings=changes)
+        added = {
+            f"tokenizer.ggml.add_{name}_token": value
+            for name, value in (("bos", adds_bos == GGUF), ("eos", case in ENDING))
+        }
+        write_gguf(gguf, tiny_target, settings={"tokenizer.chat_template": templates[GGUF], **added})
     found = list(chats_elsewhere(TargetFiles(tmp_path, given_gguf=str(gguf) if GGUF in templates else None)))
     assert len(found) == len(said) and all(map(re.search, said, found)), found
 
 
-def test_texts_that_begin_otherwise_than_the_text_of_a_prompt_are_counted() -> None:
+def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(tmp_path: Path) -> None:
     texts = [np.array(ids) for ids in ([0, 1], [0, 0, 1], [1], [0])]
-    found = " ".join(texts_elsewhere(texts, load_tokenizer(DEMO_DIR)))
+    found = " ".join(texts_elsewhere(texts, TargetFiles(DEMO_DIR)))
     assert re.findall(r"with (\d) <.*? but (\d) of 4 begin with (\d);", found) == [("1", "1", "0"), ("1", "1", "2")]
+    directory = make_target(tmp_path / "target")
+    for pre, added, said in (
+        ("gpt-2", {}, []),
+        ("gpt-2", {"bos": True}, ["but adds a BOS, which the tokenizer does not add; .*add_bos_token=bool:false"]),
+        ("llama-bpe", {}, ["but adds a BOS"]),  # by default
+        ("llama-bpe", {"bos": False, "eos": True}, [r"without <\|end\|>, .* is added by llama-server;"]),
+    ):
+        settings = {f"tokenizer.ggml.add_{name}_token": value for name, value in added.items()}
+        gguf = write_gguf(tmp_path / GGUF, directory, settings=settings | {"tokenizer.ggml.pre": pre})
+        found_here = list(texts_elsewhere([], TargetFiles(directory, given_gguf=str(gguf))))
+        assert len(found_here) == len(said) and all(map(re.search, said, found_here)), (pre, added, found_here)
