@@ -3,7 +3,6 @@
 An engine's module is imported when it is first asked for.
 """
 
-import sys
 import warnings
 from contextlib import suppress
 from functools import cache
@@ -16,7 +15,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Engine, RunningEngine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.settings.evaluation import ExportConfig, ExportEngine
+from mtptrain.settings.evaluation import ExportEngine
 from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
@@ -104,13 +103,9 @@ def heads_served(engine: str, target: PreTrainedConfig) -> list[str]:
 
 
 def check_exportable(config: PipelineConfig) -> None:
-    """Refuse a head that cannot be exported before a whole run, if the recipe or the command line chose the engine.
-
-    With the default engine a run may be for training and measuring alone; these warn.
-    """
-    if config.export.engine is not ExportConfig().engine or any("export.engine=" in each for each in sys.argv):
-        target = read_target_config(config_dir(config.target.path, config.target.revision))
-        format_for(config.export.engine, config.head, target, gguf_of(config.target.path, config.target.gguf))
+    """Refuse a head that the engine of `export.engine` cannot serve with the target, before a whole run."""
+    target = read_target_config(config_dir(config.target.path, config.target.revision))
+    format_for(config.export.engine, config.head, target, gguf_of(config.target.path, config.target.gguf))
 
 
 def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> None:

@@ -43,7 +43,7 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
     if is_gguf(path):
         return dequantised_dir(Path(path), setting)
     with refusing(
-        f"{setting}: {path!r} must be `{DEMO}`, a local directory, a GGUF file or a hub name that can be downloaded",
+        f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, unlike {path!r}",
         "correct the path, log in with `hf auth login` if it is gated or private, or download "
         f"{'it' if is_whole else 'its config'} first",
         "the hub",

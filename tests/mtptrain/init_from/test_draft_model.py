@@ -139,7 +139,7 @@ def without_a_norm(tmp_path: Path) -> Path:
 
 
 BAD_MODELS: list[tuple[Callable[[Path], Path | str], str]] = [
-    (lambda path: "/none", r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"),
+    (lambda path: "/none", r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, unlike '/none'"),
     (lambda path: make_target(path, vocab_size=300), r"a draft model must have at most 260 rows .*_size 300"),
     (other_tokenizer, r"a draft model must have the target's tokenizer, but its vocabulary differs"),
     (without_tokenizer, r"a draft model and the target must both have tokenizer .* \(259 and 260\), but .* has none"),
@@ -166,7 +166,7 @@ def test_heads_and_settings_that_make_no_draft_model_are_refused(tmp_path: Path,
     with pytest.raises(ValueError, match=r"must be a language model, but holds the head mtp; choose"):
         draft_model(tiny_target, init_from=str(tmp_path))
     write_sealed(tmp_path / "head.json", {"head": {"name": "draft_model", "init_from": "/none"}})
-    with pytest.raises(UserError, match=r"^head\.init_from: must be a local directory, .* but '/none'"):
+    with pytest.raises(UserError, match=r"^head\.init_from: must be a local directory, .* unlike '/none'"):
         load(tmp_path, tiny_target)
     for settings, message in (
         ({"init_from": str(tiny_target), "hidden_size": 32}, r"head\.hidden_size: must be left out or 64, as in"),

@@ -170,7 +170,7 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
 def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str, Stored]) -> None:
     target = TargetFiles(heads["eagle3"].target_dir)
     missing = r"weights must be safetensors files, but .* does not exist; convert or download"
-    with pytest.raises(UserError, match=r"head\.init_from: must be a local directory, .*none' is"):
+    with pytest.raises(UserError, match=r"head\.init_from: must be a local directory, .*none', but the hub"):
         load_init(f"{tmp_path}/none", MTP, target)
     with pytest.raises(UserError, match=missing):
         load_init(str(tmp_path), MTP, target)

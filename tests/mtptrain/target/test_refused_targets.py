@@ -231,7 +231,7 @@ def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
     for error, reason in ((of_hub, whole), (HTTPError("403 Forbidden"), "403 Forbidden")):  # the second one of a proxy
         for name, find in (("snapshot_download", resolve_target), ("hf_hub_download", config_dir)):
             monkeypatch.setattr(f"mtptrain.target.hub.{name}", Mock(side_effect=error))
-            message = rf"'no/such' must be .* downloaded, but the hub reports \w+: {reason}; correct the path, log"
+            message = rf"unlike 'no/such', but the hub reports \w+: {reason}; correct the path, log"
             with pytest.raises(UserError, match=message):
                 find("no/such")
     with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
