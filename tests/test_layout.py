@@ -52,7 +52,7 @@ LINES = {
     "mtptrain/cli": 373,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1727,
-    "mtptrain/engines": 4073,
+    "mtptrain/engines": 4068,
     "mtptrain/heads": 3219,
     "mtptrain/hidden_states": 1710,
     "mtptrain/init_from": 1289,
@@ -65,7 +65,7 @@ LINES = {
     "eval": 2251,
     "slurm": 139,
     "benchmarks": 633,
-    "tests": 19872,
+    "tests": 19866,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -139,7 +139,7 @@ def without_a_norm(tmp_path: Path) -> Path:
 
 
 BAD_MODELS: list[tuple[Callable[[Path], Path | str], str]] = [
-    (lambda path: "/none", r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, unlike '/none'"),
+    (lambda path: "/none", r"head\.init_from: must be a local directory, a GGUF file, a hub name or .*, unlike '/n"),
     (lambda path: make_target(path, vocab_size=300), r"a draft model must have at most 260 rows .*_size 300"),
     (other_tokenizer, r"a draft model must have the target's tokenizer, but its vocabulary differs"),
     (without_tokenizer, r"a draft model and the target must both have tokenizer .* \(259 and 260\), but .* has none"),
