@@ -55,6 +55,8 @@ class RenderedConversation:
     """Number of assistant turns that are to be trained."""
     untrained: int
     """Number of assistant turns that are not to be trained, because the data say so."""
+    endless: int
+    """Number of assistant turns after whose text the template writes nothing that ends them."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ def render_conversation(
     if not is_generated:
         for turn in turns:
             _refuse_rewritten(turn)
+            _refuse_dropped_calls(tokenizer, messages[: turn.number], turn)
         turns = [_without_empty_block(turn) for turn in turns]
-    return RenderedConversation(_cover(whole, turns), len(trained), sum("weight" in each for each in messages))
+    endless = sum(_ends_with(turn.text, turn.message) for turn in turns)
+    untrained = sum("weight" in each for each in messages)
+    return RenderedConversation(_cover(whole, turns), len(trained), untrained, endless)
 
 
 def encode_conversations(
@@ -123,7 +128,8 @@ def encode_conversations(
     for each in conversations:
         own = [_encode(tokenizer, special_ids, rendering, next(batch)) for rendering in each.renderings]
         left_out = each.trained - sum(encoding.answers for encoding in own)
-        items.append(EncodedItem(own, {"answers_left_out": left_out, "answers_untrained": each.untrained}))
+        counts = {"answers_left_out": left_out, "answers_untrained": each.untrained, "answers_endless": each.endless}
+        items.append(EncodedItem(own, counts))
     return items
 
 
@@ -180,14 +186,19 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     if not isinstance(eos, str) or not text.endswith(eos):
         return len(text)
     turn = text.removesuffix(eos)
-    content = messages[-1]["content"].rstrip()
-    if content and turn.rstrip().endswith(content):  # nothing else ends the turn
+    if _ends_with(turn, messages[-1]):  # nothing else ends the turn
         return len(text)
     try:
         continued = render_text(tokenizer, [*messages, {"role": "user", "content": "?"}])
     except TemplateError:
         return len(text)
     return len(turn) if continued.startswith(turn) and not continued.startswith(text) else len(text)
+
+
+def _ends_with(text: str, message: Message) -> bool:
+    """Returns whether a text ends with a message's content, white space aside."""
+    content = message["content"].rstrip()
+    return bool(content) and text.rstrip().endswith(content)
 
 
 def _refuse_rewritten(turn: _Turn) -> None:
@@ -213,6 +224,21 @@ def _refuse_rewritten(turn: _Turn) -> None:
         raise ConversationRefused(f"an answer with {CLOSE} for a thought that neither it nor its prompt begins")
     if (written and rendered != written) or (not rendered and prompt.rstrip().endswith(OPEN)):
         raise ConversationRefused(f"an answer with {written} thoughts, of which the chat template renders {rendered}")
+
+
+def _refuse_dropped_calls(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: _Turn) -> None:
+    """Raises ConversationRefused if the last message has the same text without one of its calls."""
+    calls = turn.message.get("tool_calls", [])
+    for index in range(len(calls)):
+        message = turn.message | {"tool_calls": calls[:index] + calls[index + 1 :]}
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+        try:
+            text = render_text(tokenizer, [*messages[:-1], message])
+        except TemplateError:  # for instance, a message without content and calls
+            continue
+        if text.startswith(turn.text):
+            raise ConversationRefused("a tool call that the chat template does not render")
 
 
 def _without_empty_block(turn: _Turn) -> _Turn:

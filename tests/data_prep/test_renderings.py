@@ -203,13 +203,17 @@ def test_an_answer_is_supervised_as_the_target_generates_it_without_an_empty_thi
 
 
 def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> None:
-    for template, end, num_texts in (
-        (CLOSED, "<|im_end|>\n", 1),
-        (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1),
-        (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1),
-        (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2),
+    messages, goes_on = chat("1?", "one", "2?", "two"), "not loop.last or add_generation_prompt"
+    for template, end, num_texts, num_endless in (
+        (CLOSED, "<|im_end|>\n", 1, 0),
+        (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1, 0),
+        (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1, 0),
+        (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2, 0),
+        (CHATML.replace("'<|im_end|>", f"('<|im_end|>' if {goes_on} else '') + '"), "\n", 2, 2),
+        (CHATML.replace("<|im_end|>", ""), "\n", 1, 2),
     ):
-        texts = generated_parts(template, chat("1?", "one", "2?", "two"))
+        assert render_conversation(tokenizer_of(template), messages).endless == num_endless
+        texts = generated_parts(template, messages)
         assert len(texts) == num_texts
         assert sorted(part for text in texts for part in text) == [f"one{end}", f"two{end}"]
 

@@ -13,7 +13,18 @@ from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, read_texts
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.data_prep.templates import refusal
-from tests.mtptrain.data.test_tool_calls import PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
+from tests.mtptrain.data.test_tool_calls import (
+    ASKED,
+    CALLING,
+    PARSED,
+    RESULT,
+    SAID,
+    TEXT_CALL,
+    TOOL,
+    hermes_row,
+    openai_row,
+    sharegpt_row,
+)
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # Like Qwen's template, this writes calls between tags and results into a user turn.
@@ -51,12 +62,15 @@ def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a
 
 
 def test_what_the_template_leaves_out_of_tools_refuses_the_conversation() -> None:
-    for template, dropped in (
-        (QWEN[QWEN.index("{% for m in messages %}") :], "tools"),
-        (QWEN.replace("m.tool_calls or []", "[]"), "a tool call"),
-        (QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"), "a tool message"),
+    call = {"type": "function", "function": {"name": "end", "arguments": {}}}
+    named_like_a_token: list[Any] = [ASKED, CALLING | {"tool_calls": [call]}, RESULT, SAID]  # <|end|>
+    for template, messages, dropped in (
+        (QWEN[QWEN.index("{% for m in messages %}") :], PARSED, "tools"),
+        (QWEN.replace("m.tool_calls or []", "[]"), PARSED, "a tool call"),
+        (QWEN.replace("m.tool_calls or []", "[]"), named_like_a_token, "a tool call"),
+        (QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"), PARSED, "a tool message"),
     ):
-        assert refusal(template, PARSED) == f"{dropped} that the chat template does not render"
+        assert refusal(template, messages) == f"{dropped} that the chat template does not render"
 
 
 def test_the_target_answers_with_the_tools_in_its_prompt_and_its_calls_are_supervised(
