@@ -11,12 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
+from mtptrain.cli import tables
 from mtptrain.cli.program import run_program
-from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.startup import command
 
@@ -75,12 +74,8 @@ def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 def print_table(title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> None:
     """Print a line for each row. A column is a heading with the key and the format of its cells."""
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, form in columns.values()))
-    wide_console(130).print(table)
+    cells = [["" if row.get(key) is None else format(row[key], form) for key, form in columns.values()] for row in rows]
+    tables.print_table(title, tuple(columns), cells)
 
 
 def llama_8b(num_layers: int) -> LlamaConfig:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.console import Console
 from rich.table import Table
 
-from mtptrain.cli.tables import wide_console
 from mtptrain.data.prompt_files import Refusals, Split
 
 _WRITTEN = {
@@ -58,7 +58,7 @@ def print_counts(
     for name in words:
         if counts.get(name):
             table.add_row(f"{counts[name]:,}", words[name])
-    console = wide_console(80, markup=False, highlight=False)
+    console = Console(markup=False, highlight=False)
     console.print(table)
     for group in refused:
         more = ", ..." if group.count > len(group.first) else ""

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from mtptrain.cli.tables import wide_console
+from mtptrain.cli import tables
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
@@ -300,11 +299,9 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
         f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}, batches of "
         f"{settings.batch_size}"
     )
-    table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
-    table.add_column("", no_wrap=True)
     rates_at = (f"at {depth}" for depth in depths)
-    for column in ("length", "rate", *rates_at, "per step", "prompts", "tokens/s", "draft", "verify"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("", "length", "rate", *rates_at, "per step", "prompts", "tokens/s", "draft", "verify")
+    rows = []
     for name, each in measured.items():
         speed = [
             f"{each.tokens_per_s:,.0f}",
@@ -317,8 +314,7 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
         ):
             rates = acceptance.acceptance_rate_at or [None for _ in depths]
             figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
-            table.add_row(label, *map(shown, figures), str(acceptance.prompts), *more)
-    console = wide_console(75 + 8 * len(depths) + max(map(len, [head, *measured])))
-    console.print(table)
+            rows.append([label, *map(shown, figures), str(acceptance.prompts), *more])
+    tables.print_table(f"{title}, up to {settings.max_new_tokens} new tokens", columns, rows)
     if len(measured["head"].sources) == 1:
-        console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")
+        print("no confidence intervals: all prompts come from one file or question; add prompts from another")

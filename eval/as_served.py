@@ -13,9 +13,7 @@ from operator import ne
 from os.path import commonprefix
 from typing import Any
 
-from rich.table import Table
-
-from mtptrain.cli.tables import wide_console
+from mtptrain.cli import tables
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import generate_in_batches
@@ -193,16 +191,14 @@ def print_as_served(
     """Print what requests get that leave settings out, and why that differs from what neutral ones get."""
     if not asked:
         return
-    table = Table(title=f"As served by {engine.name}: acceptance length")
-    table.add_column("requests set", no_wrap=True)
-    for column in ("answers", "not as neutral", "ours", engine.name, "neutral, all"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for each in asked:
         assert each.theirs.counts is not None
         lengths = (each.our_counts.acceptance_length, each.theirs.counts.acceptance_length, neutral_length)
         numbers = (str(len(each.theirs.tokens)), str(each.num_different))
-        table.add_row(each.manner, *numbers, *map(shown, lengths))
-    wide_console(90).print(table)
+        rows.append([each.manner, *numbers, *map(shown, lengths)])
+    columns = ("requests set", "answers", "not as neutral", "ours", engine.name, "neutral, all")
+    tables.print_table(f"As served by {engine.name}: acceptance length", columns, rows)
     greedy = next(each for each in asked if each.manner is Manner.greedy)
     applied = {name: value for name, value in engine.added_to(generation).items() if name not in ONLY_SAMPLED}
     if applied and not greedy.num_different:

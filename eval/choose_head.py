@@ -11,10 +11,9 @@ measurement, are measured on the prompts of validation, by default as many. Writ
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
+from mtptrain.cli import tables
 from mtptrain.config import PipelineConfig, TrainConfig
 from mtptrain.decoding.prompts import HeldOut, held_out_documents
 from mtptrain.heads.files import (
@@ -111,14 +110,14 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
 
 def print_table(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> None:
     acceptance = measured[best_step].acceptance
-    table = Table(title=f"{acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}")
-    for column in ("step", "acceptance length", "held-out KL of depth 0", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for step, validated in measured.items():
-        table.add_row(
+    rows = [
+        (
             f"{step:,}",
             shown(validated.acceptance.acceptance_length),
             "" if validated.held_out is None else shown(validated.held_out.kl_at[0]),
             "best" if step == best_step else "",
         )
-    Console().print(table)
+        for step, validated in measured.items()
+    ]
+    title = f"{acceptance.prompts} held-out prompts, greedy, K={len(acceptance.accepted_at)}"
+    tables.print_table(title, ("step", "acceptance length", "held-out KL of depth 0", ""), rows)

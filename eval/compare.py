@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from mtptrain.cli.tables import wide_console
+from mtptrain.cli import tables
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
@@ -84,15 +82,13 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
 def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
     drafters, has_speed = drafters_of(reports), has_comparable_speeds(reports)
     num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
-    table = Table(title="Acceptance")
-    table.add_column("", no_wrap=True)
-    for column in ("length", "95 %", *cell_columns(num_depths), *TRAINED):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, each in drafters.items():
         row = table_row(each, num_depths, has_speed)
         trained = ("" if each.get(key) is None else f"{each[key]:{form}}" for key, form in TRAINED.values())
-        table.add_row(name, row["length"], row["interval"], *row["cells"], *trained)
-    wide_console(105 + 8 * num_depths + max(map(len, drafters)), markup=False, emoji=False).print(table)
+        rows.append([name, row["length"], row["interval"], *row["cells"], *trained])
+    columns = ("", "length", "95 %", *cell_columns(num_depths), *TRAINED)
+    tables.print_table("Acceptance", columns, rows, markup=False, emoji=False)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from mtptrain.cli.tables import wide_console
+from mtptrain.cli import tables
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.engines.base import RunningEngine, Served
@@ -136,10 +134,5 @@ def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: st
         "speed-up": lambda row: shown(row["speed_up"], 2),
         "acceptance length": lambda row: shown(row["acceptance_length"]),
     }
-    table = Table(title=f"{engine_version}: {what}", caption=caption)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        is_last = row["concurrency"] == rows[-1]["concurrency"]
-        table.add_row(*(shown(row) for shown in columns.values()), end_section=is_last)
-    wide_console(88).print(table)
+    cells = [[shown(row) for shown in columns.values()] for row in rows]
+    tables.print_table(f"{engine_version}: {what}", tuple(columns), cells, caption)

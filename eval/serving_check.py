@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from mtptrain.cli.tables import wide_console
+from mtptrain.cli import tables
 from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
@@ -343,15 +342,13 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, con
         f"Serving check: {engine} {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, "
         f"{settings.dtype}"
     )
-    table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts, {concurrency} in flight")
-    table.add_column("", no_wrap=True)
-    for column in ("ours", engine, "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, ours, theirs in comparison.rows:
         figures = [f"{figure:,}" if isinstance(figure, int) else f"{figure:.3f}" for figure in (ours, theirs)]
         difference = f"{100 * (theirs - ours) / ours:+.2f} %" if ours else ""
-        table.add_row(name, *figures, "equal" if ours == theirs else difference)
-    wide_console(80).print(table)
+        rows.append([name, *figures, "equal" if ours == theirs else difference])
+    title += f", {len(comparison.ours.plain)} prompts, {concurrency} in flight"
+    tables.print_table(title, ("", "ours", engine, "difference"), rows)
     if comparison.our_counts_on_their_answers is not None:
         print(
             "Because the two sides may round differently, ours are those along the engine's answers; on our own "

@@ -49,12 +49,12 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1523,
-    "mtptrain/cli": 373,
+    "mtptrain/cli": 385,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1727,
-    "mtptrain/engines": 4068,
-    "mtptrain/heads": 3219,
-    "mtptrain/hidden_states": 1710,
+    "mtptrain/engines": 4054,
+    "mtptrain/heads": 3213,
+    "mtptrain/hidden_states": 1712,
     "mtptrain/init_from": 1289,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1112,
@@ -62,9 +62,9 @@ LINES = {
     "mtptrain/training": 2773,
     "mtptrain/utils": 1116,
     "data_prep": 2615,
-    "eval": 2251,
+    "eval": 2228,
     "slurm": 139,
-    "benchmarks": 633,
+    "benchmarks": 628,
     "tests": 19884,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""

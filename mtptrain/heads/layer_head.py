@@ -165,7 +165,7 @@ class LayerHead(Head):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns residual stream, queries, keys and values."""
         residual, x = self.combine(hidden_states, self._zero_first(positions, embeddings))
-        return residual, *self.self_attn.queries_keys_values(x, positions)
+        return residual, self.self_attn.queries(x, positions), *self.self_attn.keys_values(x, positions)
 
     @fused
     def _keys_values(

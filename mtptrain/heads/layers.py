@@ -143,18 +143,12 @@ class Attention(nn.Module):
         """Norms of each query head and of each key head before the rotation, in heads that have them."""
         self.rope = Rope(dims.head_dim, dims.rope, target_config.max_position_embeddings)
 
-    def queries_keys_values(
-        self, x: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
-        return self.queries(x, positions), *self.keys_values(x, positions)
-
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns only the rotated queries [..., heads, head_dim]."""
+        """Returns the rotated queries [..., heads, head_dim] of x [..., input size]."""
         return rotate(self.q_norm(self._heads(self.q_proj(x))), *self.rope.tables(positions, x.dtype))
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns only the rotated keys and the values [..., kv heads, head_dim]."""
+        """Returns the rotated keys and the values [..., kv heads, head_dim]."""
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), *self.rope.tables(positions, x.dtype))
         return key, self._heads(self.v_proj(x))
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mtptrain.cli.tables import wide_console
 from mtptrain.utils.distributed import device_name
 
 Record = Callable[[float, float, str], None]
@@ -54,4 +54,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 )
     if table.row_count and torch.cuda.is_available():
         table.title = f"GPU check, {device_name(torch.device('cuda'))}, torch {torch.__version__}"
-        wide_console(120).print(table)
+        Console(width=120).print(table)

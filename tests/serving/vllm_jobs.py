@@ -24,9 +24,8 @@ def job_of(name: str, target_dir: Path, speculative_config: dict[str, Any], dtyp
     """Returns a job of `vllm_jobs_worker.py` that decodes all prompts greedily."""
     # If a request comes within 2 * K tokens of the engine's context, vLLM's drafts become useless for all requests.
     sizes = {"max_new_tokens": MAX_NEW_TOKENS, "max_model_len": CONTEXT_TOKENS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
-    where = {"dtype": dtype, "tensor_parallel_size": 1}
     asked = {"prompts": PROMPTS, "stop_token_ids": [EOS], "speculative_config": speculative_config}
-    return {"name": name, "target_dir": str(target_dir), **sizes, **where, **asked}
+    return {"name": name, "target_dir": str(target_dir), "dtype": dtype, **sizes, **asked}
 
 
 def generate(jobs: Sequence[dict[str, Any]], python: Path) -> list[JobRun]:

@@ -15,11 +15,9 @@ from typing import Any
 
 sys.path.append(sys.argv[1])
 
-from vllm_worker import build  # type: ignore[import-not-found]  # isort: skip
-from vllm import SamplingParams, __version__  # isort: skip
+from vllm_worker import LLM, SamplingParams  # type: ignore[import-not-found]  # isort: skip
+from vllm import __version__  # isort: skip
 from vllm.distributed import cleanup_dist_env_and_memory  # isort: skip
-
-MIN_BATCHED_TOKENS = 4096
 
 
 def run_and_clean_up(engine: dict[str, Any]) -> dict[str, Any]:
@@ -35,13 +33,15 @@ def run_and_clean_up(engine: dict[str, Any]) -> dict[str, Any]:
 
 def generate(engine: dict[str, Any]) -> dict[str, Any]:
     """Returns greedy answers to all prompts at once, and how much the counters grew: see `EXACT` of the vLLM engine."""
-    llm = build(
-        engine,
-        max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
+    llm = LLM(
+        model=engine["target_dir"],
+        **{name: engine[name] for name in ("dtype", "max_model_len", "kv_cache_memory_bytes", "speculative_config")},
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_num_batched_tokens=max(engine["max_model_len"], 4096),
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config=engine["speculative_config"],
         per_request_spec_decode_metrics="detailed",
     )
     sampling = SamplingParams(

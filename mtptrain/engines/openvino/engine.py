@@ -111,12 +111,7 @@ class Openvino(RunningEngine):
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
             job = job_of(served, num_drafts, Path(directory))
-            results = [run(served.program, "decode", job | each._asdict()) for each in asked]
-        accepted = [accepted_of(result["steps"]) for result in results]
-        return [
-            EngineRun(result["version"], result["tokens"], counts_of(rounds, num_drafts), rounds)
-            for result, rounds in zip(results, accepted, strict=True)
-        ]
+            return [decode(served.program, job | each._asdict()) for each in asked]
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         accepted = []
@@ -172,6 +167,12 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
     if result["version"].rsplit(".", 1)[0] != VERSION:
         warn_of_version("OpenVINO GenAI", VERSION, result["version"], f"serving.program={python}")
     return result
+
+
+def decode(python: Path, job: dict[str, Any]) -> EngineRun:
+    result = run(python, "decode", job)
+    accepted = accepted_of(result["steps"])
+    return EngineRun(result["version"], result["tokens"], counts_of(accepted, job["num_speculative_tokens"]), accepted)
 
 
 def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -100,21 +100,6 @@ class _SecondQuery:
         return False
 
 
-def build(engine: Engine, **settings: Any) -> Any:
-    """Returns an engine for token ids, without CUDA graphs or compilation."""
-    optional = {name: engine[name] for name in ("kv_cache_memory_bytes", "max_num_seqs") if engine.get(name)}
-    return LLM(
-        model=engine["target_dir"],
-        dtype=engine["dtype"],
-        max_model_len=engine["max_model_len"],
-        tensor_parallel_size=engine["tensor_parallel_size"],
-        skip_tokenizer_init=True,
-        trust_remote_code=False,
-        enforce_eager=True,
-        **{**optional, **settings},
-    )
-
-
 def answer_windows() -> None:
     """Extract one window after another. Everything that vLLM prints goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -158,14 +143,14 @@ def build_extractor(engine: Engine) -> Any:
         "kv_connector_extra_config": {"allow_custom_save_path": True, "use_synchronization_lock": False},
     }
     streams = {"hf_config": {"eagle_aux_hidden_state_layer_ids": engine["layer_ids"]}}
-    limits = {
-        "max_num_batched_tokens": engine["batch_tokens"],
-        "kv_cache_memory_bytes": engine["kv_cache_memory_bytes"],
-    }
-    if current_platform.is_cpu():
-        limits = engine["cpu_limits"]
-    llm = build(
-        engine,
+    llm = LLM(
+        model=engine["target_dir"],
+        dtype=engine["dtype"],
+        max_model_len=engine["max_model_len"],
+        tensor_parallel_size=engine["tensor_parallel_size"],
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        enforce_eager=True,
         speculative_config={
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -175,7 +160,7 @@ def build_extractor(engine: Engine) -> Any:
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
         async_scheduling=False,
-        **limits,
+        **engine["cpu_limits" if current_platform.is_cpu() else "gpu_limits"],
     )
     assert not llm.llm_engine.vllm_config.use_v2_model_runner  # see ENVIRONMENT in extraction/vllm_streams.py
     return llm

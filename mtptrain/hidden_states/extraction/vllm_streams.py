@@ -208,7 +208,7 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
 def engine_limits(
     settings: HiddenStatesConfig, target_config: PreTrainedConfig, num_streams: int, max_document_tokens: int
 ) -> dict[str, Any]:
-    """Returns an engine's limits on context, batches and memory; on a CPU it uses `cpu_limits`."""
+    """Returns an engine's limits on context, batches and memory, on a GPU and on a CPU."""
     max_model_len = max_document_tokens + 1  # vLLM generates one token
     batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
     itemsize = getattr(torch, settings.dtype.value).itemsize
@@ -217,9 +217,11 @@ def engine_limits(
         "dtype": settings.dtype.value,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_model_len": max_model_len,
-        "max_num_seqs": MAX_SEQS,
-        "batch_tokens": max(settings.batch_tokens, MAX_SEQS),
-        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "gpu_limits": {
+            "max_num_seqs": MAX_SEQS,
+            "max_num_batched_tokens": max(settings.batch_tokens, MAX_SEQS),
+            "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        },
         "cpu_limits": {
             "max_num_seqs": CPU_MAX_SEQS,
             "max_num_batched_tokens": batch_tokens,

@@ -160,7 +160,7 @@ def plain_layer_states(
         if head.zero_first_embedding and not depth:
             embeddings = torch.cat([0 * embeddings[:1], embeddings[1:]])
         residual, x = head.combine(recycled, embeddings)
-        query, key, value = attention.queries_keys_values(x, positions)
+        query, (key, value) = attention.queries(x, positions), attention.keys_values(x, positions)
         groups = query.shape[1] // key.shape[1]
         keys.append(key.repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
