@@ -155,7 +155,7 @@ def served_settings(run: Run) -> dict[str, dict[str, Any]]:
     generation = engine.read_by(run.target)
     added, rows = engine.added_to(generation), dict[str, dict[str, Any]]()
     penalties = {name: value for name, value in added.items() if name in PENALTIES}
-    if penalties and not engine.has_our_penalties:
+    if (penalties and not engine.has_our_penalties) or added.keys() & generation.processors.keys():
         return rows
     if penalties:
         rows["as_served"] = {"temperature": run.config.acceptance.temperature, **penalties}

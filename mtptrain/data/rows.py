@@ -246,7 +246,7 @@ def text_of(name: str, value: Any) -> str:
 
 def _is_trained(name: str, value: Any) -> bool:
     if not isinstance(value, int | float) or value not in (0, 1):
-        raise ConversationRefused(f"{name} must be 0, 1, true or false, but is {str(value)[:40]}")
+        raise ConversationRefused(f"{name} must be 0, 1, true or false, but is {value!r:.40}")
     return bool(value)
 
 

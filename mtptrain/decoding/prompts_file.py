@@ -125,7 +125,7 @@ def _prompt_of(
         try:
             TypeAdapter(kind).validate_python(row[name], strict=True)
         except ValidationError:
-            raise UserError(f"{where}: {name} must be {words}, but is {str(row[name])[:40]}; correct it") from None
+            raise UserError(f"{where}: {name} must be {words}, but is {row[name]!r:.40}; correct it") from None
     passed_over = {*kinds, *ID_COLUMNS, "category", *REFERENCE_COLUMNS, *TRAIN_FLAGS, *form.metadata}
     others = {name: value for name, value in row.items() if name not in passed_over}
     try:

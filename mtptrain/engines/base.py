@@ -36,6 +36,7 @@ class Applied(StrEnum):
     yes = "yes"
     without_drafts = "without drafts"
     refused = "refused with drafts"
+    always_refused = "refused"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Engine(ABC):
     has_server = True
     """Whether the engine is a server with a chat template."""
     applies: Mapping[str, Applied] = MappingProxyType({})
-    """Which of `GENERATION_SETTINGS` the engine applies to a request that leaves them out; others it never does."""
+    """Which settings, of `GENERATION_SETTINGS` and more, the engine applies to a request that leaves them out; others
+    it never does."""
     defaults: Mapping[str, float]
     """How the engine samples if neither the request nor generation_config.json says so. Temperature 0 is greedy."""
     sampling: Mapping[str, Any] = MappingProxyType({})
@@ -115,11 +117,12 @@ class Engine(ABC):
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
         added, refused, sets = self.added_to(generation), self.refused_for(generation), generation.changes
+        never = [name for name in sets if self.applies.get(name) is Applied.always_refused]
         if not sets:
             return ""
         engine = f"{self.name} {self.version}"
         sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
-        if left_out := [name for name in sets if name not in (*added, *refused)]:
+        if left_out := [name for name in sets if name not in (*added, *refused, *never)]:
             sentences.append(f"{engine} does not apply {', '.join(left_out)}.")
         if added:
             sentences.append(
@@ -128,7 +131,9 @@ class Engine(ABC):
             )
         if refused:
             sentences.append(f"With drafts it refuses sampled requests that leave out {', '.join(refused)}.")
-        if added or refused:
+        if never:
+            sentences.append(f"It refuses requests for which the file sets {', '.join(never)}.")
+        if added or refused or never:
             sentences.append(f"To switch that off, {self.without_them}.")
         return " ".join(sentences)
 

@@ -22,6 +22,21 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
 
 
+FURTHER = (
+    *("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "min_length", "exponential_decay_length_penalty"),
+    *("encoder_repetition_penalty", "guidance_scale", "watermarking_config", "max_time", "num_beams"),
+)
+"""Settings of generation_config.json that transformers applies too, with drafts; with `num_beams` it drafts nothing."""
+REFUSED = (
+    "stop_strings",
+    "token_healing",
+    "penalty_alpha",
+    "dola_layers",
+    "num_beam_groups",
+    "constraints",
+    "force_words_ids",
+)
+"""Settings with which `generate` fails, unless it is given a tokenizer, or may run code of the hub."""
 OWN_SETTINGS = ("attention_bias", "zero_first_embedding", "prenorm_states", "rope_parameters")
 """Settings of MiMo's MTP layer, and a RoPE of its own, which an additional layer of the target does not have."""
 
@@ -84,9 +99,12 @@ class Transformers(Engine):
     formats = {"mtp": TransformersMtp}  # noqa: RUF012 (never changed)
     has_server = False
     applies = {  # noqa: RUF012
-        setting: Applied.yes
-        for setting in GENERATION_SETTINGS
-        if not setting.startswith(("presence", "frequency", "tokenizer", "forced_bos"))
+        **{
+            setting: Applied.yes
+            for setting in (*GENERATION_SETTINGS, *FURTHER)
+            if not setting.startswith(("presence", "frequency", "tokenizer", "forced_bos"))
+        },
+        **{"num_return_sequences": Applied.refused} | dict.fromkeys(REFUSED, Applied.always_refused),
     }
     defaults = {"temperature": 0.0}  # noqa: RUF012
     sampling = {"order": ("temperature", "top_k", "top_p", "min_p")}  # noqa: RUF012

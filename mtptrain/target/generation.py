@@ -3,6 +3,7 @@
 A server applies some of these settings to each request that leaves them out; `Engine.applies` says which.
 """
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 NO_EFFECT = {
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
+    *("_name_or_path", "_commit_hash", "dtype", "torch_dtype", "renormalize_logits", "remove_invalid_values"),
     *("use_cache", "cache_implementation", "cache_config", "return_dict_in_generate", "max_cache_len", "use_mtp"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "trust_remote_code"),
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
@@ -129,6 +131,11 @@ def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDef
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
     parsed = parse_generation(given, path, config)
     if path.is_file():
+        if path.read_bytes().startswith(codecs.BOM_UTF8):
+            raise UserError(
+                f"{path}: must begin without a byte order mark, at which transformers and vLLM fail, but begins with "
+                "one; save it again as UTF-8 without BOM"
+            )
         with refusing(f"{path}: must be readable by transformers", DOWNLOAD_AGAIN):
             transformers.GenerationConfig.from_pretrained(target_dir)
     return parsed

@@ -56,6 +56,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own
         ("llama_cpp", sampled | PENALTY, {}),
         ("openvino", PENALTY, {}),
+        ("transformers", sampled, {"as_served_sampled": sampled_row}),
+        ("transformers", sampled | {"typical_p": 0.5}, {}),  # a rule that our sampler does not have
     ]
     for engine, generation, expected in cases:
         assert served_settings(run_with(target, engine, **generation)) == expected, (engine, generation)
@@ -73,6 +75,10 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert note.startswith(
         "The target's target.gguf sets temperature 0.5, mirostat 2. llama.cpp b11434 does not apply mir"
     )
+    note = engine_of("transformers").defaults_note(
+        GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
+    )
+    assert "applies num_beams to each" in note and "refuses requests for which the file sets stop_strings." in note
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 

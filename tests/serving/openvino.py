@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.openvino.engine import ENGINE, decode, job_of
+from mtptrain.engines.openvino.engine import ENGINE, accepted_of, counts_of, job_of, run
 from mtptrain.engines.process import CHECKOUT
 from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
@@ -50,6 +50,9 @@ def serve_by_openvino(
         job |= QUESTIONS._asdict()
         ours = drafted_here(case, target_of, head_of)
         counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, QUESTIONS)
-        return ours, decode(openvino_python, job), counted
+        result = run(openvino_python, "decode", job)
+        accepted = accepted_of(result["steps"])
+        counts = counts_of(accepted, case.num_speculative_tokens)
+        return ours, EngineRun(result["version"], result["tokens"], counts, accepted), counted
 
     return serve

@@ -44,6 +44,9 @@ AS_GREEDY = {
 LENGTHS = {"max_new_tokens": CUT, "max_length": SHORT + CUT}
 ENDS = {"tokenizer_eos_token_id": 3, "eos_token_ids": 4}
 """The prompt whose answer has each kind of end."""
+SAMPLED_FURTHER = {"typical_p": 0.05, "epsilon_cutoff": 0.3, "eta_cutoff": 0.5, "top_h": 0.02}
+FURTHER = {"min_length": SHORT + LIMIT, "num_beams": 4, "guidance_scale": 3.0, "encoder_repetition_penalty": 50.0}
+"""Settings that of all engines transformers alone knows."""
 Answers = dict[str, Any]
 """The answers to all prompts by case, or the text of the engine's error."""
 
@@ -127,7 +130,7 @@ def check(engine: str, asked: Asked, without: Answers, drafted: Answers) -> None
             found[setting] = Applied.refused
         elif not is_applied(setting, drafted, asked):
             found[setting] = Applied.without_drafts
-    assert found == engine_of(engine).applies
+    assert found == {name: how for name, how in engine_of(engine).applies.items() if name in GENERATION_SETTINGS}
 
 
 def test_transformers_applies_what_the_table_says(
@@ -139,17 +142,25 @@ def test_transformers_applies_what_the_table_says(
 
     def answer(prompt: list[int], **settings: Any) -> list[int]:
         ids = torch.tensor([prompt])
+        torch.manual_seed(0)
         found: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, SHORT:].tolist()
         return found
 
-    answers: list[Answers] = [{}, {}]
-    for name, (settings, limit) in asked.cases.items():
+    plain, answers = asked.cases["plain"][0], list[Answers]([{}, {}])
+    further = {name: (HOT | {name: value}, LIMIT) for name, value in SAMPLED_FURTHER.items()}
+    further |= {name: (plain | {name: value}, LIMIT) for name, value in FURTHER.items()}
+    for name, (settings, limit) in (asked.cases | further).items():
         (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"pad_token_id": 0}))
         model.generation_config = GenerationConfig.from_pretrained(tmp_path)
         how = {} if limit is None else {"max_new_tokens": limit}
         for found, drafts in zip(answers, ({}, {"use_mtp": True}), strict=True):
             found[name] = [answer(prompt, **how, **drafts) for prompt in asked.prompts]
     check("transformers", asked, *answers)
+    for found in answers:
+        same = [name for name in further if found[name] == found["hot" if name in SAMPLED_FURTHER else "plain"]]
+        assert same == []
+    with pytest.raises(ValueError, match="stop strings"):
+        answer(asked.prompts[0], stop_strings=["a"])
 
 
 def test_vllm_applies_what_the_table_says(asked: Asked, vllm_python: str, tmp_path: Path) -> None:

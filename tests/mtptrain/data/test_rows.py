@@ -155,6 +155,7 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
             chat({"reasoning": "a"}),
             chat({"train": True}),
         ],
+        "weight must be 0, 1, true or false, but is '0'": [row(weight="0")],
         "weight must be 0, 1, true or false, but is 0.5": [chat(None, {"weight": 0.5}), row(weight=0.5)],
     }
     wrong = {str(odd): refusal(odd) for reason, rows in cases.items() for odd in rows if refusal(odd) != reason}

@@ -178,7 +178,7 @@ BAD_FILES = [
     ('{"id": 1}', r":1: .* must have `id` and exactly one of `input_ids`, `text`, `messages`, .* but has \['id'\]"),
     ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
     ('{"id": [1], "text": "a"}', r":1: id must be a string or an integer, but is \[1\]; correct it"),
-    ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
+    ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is 'abc'"),
     ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
     ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
     ('{"id": 1, "turns": ["\\ud83d"]}', r":1: texts must be valid Unicode, .*\\ud83d.*; correct"),

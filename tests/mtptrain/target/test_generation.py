@@ -49,7 +49,10 @@ def test_all_that_changes_an_answer_is_read_and_what_changes_none_is_not(tmp_pat
         "num_beams": 1,
         "use_cache": True,
     }
-    assert read(tmp_path, transformers_version="5", pad_token_id=3, bad_words_ids=[], **neutral).changes == {}
+    of_config = {"_name_or_path": "x", "torch_dtype": "bfloat16", "dtype": "float16", "renormalize_logits": True}
+    assert (
+        read(tmp_path, transformers_version="5", pad_token_id=3, bad_words_ids=[], **neutral | of_config).changes == {}
+    )
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "presence_penalty": 1.5}
     others = {
         "max_new_tokens": 9,
@@ -72,3 +75,10 @@ def test_values_that_no_engine_takes_are_refused(tmp_path: Path) -> None:
             UserError, match=f"generation_config.json: {name} must be .* but is {re.escape(repr(value))}"
         ):
             read(tmp_path, **{name: value})
+    (tmp_path / "generation_config.json").write_text("{}")
+    config = write_config(tmp_path, model_type="llama")
+    (tmp_path / "generation_config.json").write_text("\ufeff{}")
+    with pytest.raises(
+        UserError, match=r"must begin without a byte order mark, .*; save it again as UTF-8 without BOM"
+    ):
+        read_generation(tmp_path, config)
