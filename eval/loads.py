@@ -28,20 +28,10 @@ MOST_DIFFERENT_TOKENS = 0.01
 """Warn if the numbers of output tokens of two rows differ by more than this share."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and quantiles of a latency over requests or messages, in milliseconds."""
-
-    mean: float
-    p50: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Spread":
-        """Returns the spread of times in seconds; zeros if there are none."""
-        if not seconds:
-            return cls(0.0, 0.0, 0.0)
-        return cls(*(1e3 * float(each) for each in (np.mean(seconds), *np.percentile(seconds, [50, 99]))))
+def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns mean and quantiles of a latency over requests or messages, in milliseconds; zeros if there are none."""
+    times = np.array(seconds or [0.0]) * 1e3
+    return {"mean": float(times.mean()), "p50": float(np.median(times)), "p99": float(np.percentile(times, 99))}
 
 
 @dataclass(frozen=True)
@@ -55,11 +45,11 @@ class Row:
     output_tokens: int
     duration_s: float
     """Seconds from the first request to the last token."""
-    ttft_ms: Spread
+    ttft_ms: dict[str, float]
     """Time to the first token of each request, from when it was sent."""
-    tpot_ms: Spread
+    tpot_ms: dict[str, float]
     """Time per output token after the first: one value per request with at least two tokens."""
-    itl_ms: Spread
+    itl_ms: dict[str, float]
     """Time between consecutive steps of an answer. A step gives several tokens with drafts."""
     counts: EngineCounts | None
     """None without drafts."""
@@ -75,9 +65,9 @@ class Row:
             requests=len(answers),
             output_tokens=sum(answer.num_tokens for answer in answers),
             duration_s=result.duration_s,
-            ttft_ms=Spread.of([answer.steps_s[0] for answer in answers]),
-            tpot_ms=Spread.of([(each.steps_s[-1] - each.steps_s[0]) / (each.num_tokens - 1) for each in several]),
-            itl_ms=Spread.of(gaps),
+            ttft_ms=spread_ms([answer.steps_s[0] for answer in answers]),
+            tpot_ms=spread_ms([(each.steps_s[-1] - each.steps_s[0]) / (each.num_tokens - 1) for each in several]),
+            itl_ms=spread_ms(gaps),
             counts=result.counts,
         )
 

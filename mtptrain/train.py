@@ -30,12 +30,13 @@ from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Split, training_data_facts
 from mtptrain.decoding.prompts import HeldOut, check_document_lengths, held_out_documents
 from mtptrain.engines.table import warn_of_limits
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (
     CHOICE,
     TARGET_WEIGHTS,
-    build_trainable_head,
+    build_head,
     kept_head,
     refuse_earlier_best,
     remove_stale_heads,
@@ -131,7 +132,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     check_one_start(config.head)
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
-    head = build_trainable_head(config.head, run.target.config)
+    HEADS[config.head.name].check_trainable(config.head, run.target.config)
+    head = build_head(config.head, run.target.config)
     if ranks.is_first:
         warn_of_rate(config.train)
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)

@@ -48,24 +48,24 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1523,
+    "mtptrain": 1525,
     "mtptrain/cli": 385,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1727,
     "mtptrain/engines": 4077,
-    "mtptrain/heads": 3213,
+    "mtptrain/heads": 3171,
     "mtptrain/hidden_states": 1712,
     "mtptrain/init_from": 1289,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1112,
-    "mtptrain/target": 2727,
+    "mtptrain/target": 2735,
     "mtptrain/training": 2773,
     "mtptrain/utils": 1116,
     "data_prep": 2615,
-    "eval": 2228,
+    "eval": 2218,
     "slurm": 139,
     "benchmarks": 628,
-    "tests": 19914,
+    "tests": 19913,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.heads.attention.depths import TRAINED_OR_CACHED
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing, Segments
 from mtptrain.settings.heads import DraftModelConfig, config_of
-from mtptrain.target.causal_attention import Extras, SeenSlots
+from mtptrain.target.causal_attention import CAUSAL_OR_MASKED, Extras, SeenSlots
 from mtptrain.target.families import (
     head_rope_parameters,
     key_heads,
@@ -64,7 +63,7 @@ class DraftModelHead(Head):
             self.config,
             dtype=torch.get_default_dtype(),
             trust_remote_code=False,
-            attn_implementation=TRAINED_OR_CACHED,
+            attn_implementation=CAUSAL_OR_MASKED,
         )
         self.model = model.model
         self.lm_head = None if self.config.tie_word_embeddings else model.lm_head

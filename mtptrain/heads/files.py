@@ -32,12 +32,6 @@ def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
     return HEADS[config.name](config, target_config)
 
 
-def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
-    """Build a new head like `build_head`, but refuse one that cannot be trained."""
-    HEADS[config.name].check_trainable(config, target_config)
-    return build_head(config, target_config)
-
-
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
     """Write a head to a directory, as `save_described` does. A new directory that has a `head.json` is complete.
 

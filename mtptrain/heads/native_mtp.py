@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from mtptrain.heads.attention.depths import TRAINED_OR_CACHED, DepthKeys
+from mtptrain.heads.attention.depths import DepthKeys
 from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.settings.heads import NativeMtpConfig
-from mtptrain.target.causal_attention import FULL, SeenSlots
+from mtptrain.target.causal_attention import CAUSAL_OR_MASKED, FULL, SeenSlots
 from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
@@ -109,7 +109,7 @@ class NativeMtpHead(Head):
         own, hidden_size = module_config(target_config), int(target_config.hidden_size)
         self.form = find_form(own)
         model = AutoModelForCausalLM.from_config(
-            own, dtype=torch.get_default_dtype(), trust_remote_code=False, attn_implementation=TRAINED_OR_CACHED
+            own, dtype=torch.get_default_dtype(), trust_remote_code=False, attn_implementation=CAUSAL_OR_MASKED
         )
         inside = f"{self.form.decoder}."
         self.model = model.get_submodule(self.form.decoder)

@@ -4,7 +4,7 @@ Queries are [B, heads, S, head_dim], keys [B, kv heads, slots, head_dim], values
 `scaling` is the scale of the scores, by default 1 / sqrt(head_dim).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +56,8 @@ class Extras:
 
 
 PLAIN = Extras()
+Attend = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float | None, Extras], torch.Tensor]
+"""Attention of a head in training, such as `DepthKeys.attend`."""
 
 
 @dataclass(frozen=True)
@@ -224,17 +226,23 @@ def causal_or_masked_attention(
     seen_slots: SeenSlots | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    attend: Attend | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns attention over a `PositionCache` [B, S, heads, value head_dim]; called by transformers."""
+    """Returns attention over a `PositionCache` [B, S, heads, value head_dim]; called by transformers.
+
+    A head that is trained passes `attend`, which returns that of its step [S, heads, value head_dim], in which B = 1.
+    """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
+    extras = Extras(softcap, s_aux)
+    if attend is not None:
+        return attend(module, query, key, value, scaling, extras)[None], None
     if seen_slots is None:
         raise UserError(
             f"target.path: a model must pass its arguments on to its attention, but {type(module).__name__} does not; "
             "choose another target"
         )
     mask, kind = seen_slots.of_layer(int(module.layer_idx), query.device)  # type: ignore[arg-type]
-    extras = Extras(softcap, s_aux)
     query = tempered(module, query, seen_slots.positions, seen_slots.num_read)
     if mask is not None:
         return masked_attention(query, key, value, mask, scaling, extras).transpose(1, 2), None

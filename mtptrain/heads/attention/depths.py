@@ -1,17 +1,16 @@
-"""Computes the attention of a decoder layer of transformers: in training as its head says, in decoding over a cache.
+"""Computes the attention of a decoder layer of transformers at one depth of a training step.
 
-`DepthKeys` attends at one depth of a training step. A layer with full attention uses `depth_attention`, as every other
+A layer with full attention uses `depth_attention`, as every other
 head does. Layers with windows, chunks, sinks or soft caps store their scores, for one block of draft positions at a
 time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.packing import Packing
@@ -20,16 +19,9 @@ from mtptrain.target.causal_attention import (
     MOST_SCORES,
     Extras,
     MaskOf,
-    causal_or_masked_attention,
     masked_attention,
-    refuse_keywords,
     tempered,
 )
-
-TRAINED_OR_CACHED = "mtptrain_trained_or_cached"
-"""The name under which `trained_or_cached_attention` is registered with transformers."""
-Attend = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float | None, Extras], torch.Tensor]
-"""Attention in training, such as `DepthKeys.attend`."""
 
 
 @dataclass
@@ -132,30 +124,3 @@ def _seen(drafting: torch.Tensor, length: int, depth: int, mask: MaskOf) -> torc
     if mask.chunk is not None:
         is_seen &= queries // mask.chunk == keys // mask.chunk
     return is_seen
-
-
-def trained_or_cached_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    attend: Attend | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """Attends as the head says in training, and over a `PositionCache` in decoding, with the arguments and results of
-    `causal_or_masked_attention`.
-
-    `attend` returns the output [S, heads, value head_dim] of a training step, in which B = 1; it is None in decoding.
-    """
-    if attend is None:
-        kwargs |= {"softcap": softcap, "s_aux": s_aux}
-        return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
-    refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
-    return attend(module, query, key, value, scaling, Extras(softcap, s_aux))[None], None
-
-
-AttentionInterface.register(TRAINED_OR_CACHED, trained_or_cached_attention)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mtptrain.heads.attention.depths import DepthKeys, trained_or_cached_attention
+from mtptrain.heads.attention.depths import DepthKeys
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, packed_attention
 from mtptrain.target.causal_attention import FULL, SeenSlots, causal_or_masked_attention
@@ -15,8 +15,7 @@ DEPTHS = DepthKeys(Packing.of_spans([3], [(0, 0, 3)]), torch.arange(3), FULL, []
 CASES: list[tuple[Callable[..., object], dict[str, object]]] = [
     (causal_or_masked_attention, {"seen_slots": SEEN}),
     (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
-    (trained_or_cached_attention, {"seen_slots": SEEN}),
-    (trained_or_cached_attention, {"attend": DEPTHS.attend}),
+    (causal_or_masked_attention, {"attend": DEPTHS.attend}),
 ]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from mtptrain import run as run_module
 from mtptrain.data.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab
-from mtptrain.heads.files import build_trainable_head
+from mtptrain.heads.files import build_head
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.train import initialise
 from mtptrain.utils.files import read_sealed
@@ -63,7 +63,7 @@ def test_a_head_starts_from_the_targets_rows_and_a_missing_stale_or_other_draft_
 ) -> None:
     run = copy_of(captured_run, tmp_path)
     whole = run_module.Run(make_config(*run[1], "head.draft_vocab_size=260"))  # needs no draft vocabulary
-    head, parts = build_trainable_head(whole.config.head, whole.target.config), load_frozen_parts(tiny_target)
+    head, parts = build_head(whole.config.head, whole.target.config), load_frozen_parts(tiny_target)
     initialise(whole, head, parts, "any")
     assert head.d2t is None and torch.equal(head.get_parameter("lm_head.weight"), parts.lm_head)
     # This target has no weights, because the error must come before they are read, which takes long.
