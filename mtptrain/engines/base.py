@@ -39,6 +39,16 @@ class Applied(StrEnum):
     always_refused = "refused"
 
 
+NOTES = {
+    Applied.without_drafts: "{engine} does not apply {names}.",
+    Applied.always_refused: "It fails until {names} is removed from the file.",
+    Applied.yes: "{engine} applies {names} to each request that leaves it out, and then accepts another share of the "
+    "drafts than with neutral requests.",
+    Applied.refused: "With drafts it refuses sampled requests that leave out {names}.",
+}
+"""What the README of an export says of settings. With drafts, a setting without an entry is not applied either."""
+
+
 @dataclass(frozen=True)
 class Served:
     """A target and an exported head that an engine serves, and how."""
@@ -116,26 +126,15 @@ class Engine(ABC):
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
-        added, refused, sets = self.added_to(generation), self.refused_for(generation), generation.changes
-        never = [name for name in sets if self.applies.get(name) is Applied.always_refused]
-        if not sets:
-            return ""
-        engine = f"{self.name} {self.version}"
+        sets = generation.changes
+        how = {name: self.applies.get(name, Applied.without_drafts) for name in sets}
+        named = {each: ", ".join(name for name in sets if how[name] is each) for each in NOTES}
         sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
-        if left_out := [name for name in sets if name not in (*added, *refused, *never)]:
-            sentences.append(f"{engine} does not apply {', '.join(left_out)}.")
-        if added:
-            sentences.append(
-                f"{engine} applies {', '.join(added)} to each request that leaves it out, and then accepts another "
-                "share of the drafts than with neutral requests."
-            )
-        if refused:
-            sentences.append(f"With drafts it refuses sampled requests that leave out {', '.join(refused)}.")
-        if never:
-            sentences.append(f"It refuses requests for which the file sets {', '.join(never)}.")
-        if added or refused or never:
+        engine = f"{self.name} {self.version}"
+        sentences += [NOTES[each].format(engine=engine, names=names) for each, names in named.items() if names]
+        if named[Applied.yes] or named[Applied.refused]:
             sentences.append(f"To switch that off, {self.without_them}.")
-        return " ".join(sentences)
+        return " ".join(sentences) if sets else ""
 
     def note_for_this_machine(self) -> str:
         """Returns what the command of a README needs on this machine beside the engine; "" for nothing."""

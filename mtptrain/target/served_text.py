@@ -48,12 +48,9 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             )
     # 2. Compare what precedes a chat, and what follows its prompt.
     tokenizer, bos = target.tokenizer, target.tokenizer.bos_token
-    try:
-        chat = str(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False))
-    except Exception:  # a template is an unknown program, and may want other messages
-        return
-    added, switched_off = _added_by_llama_server(target), OVERRIDE.format("eos", "false")
-    if bos is not None and added["bos"] and not chat.startswith(bos):
+    _, added = _added(target)
+    chat = _rendered(tokenizer, {"role": "user", "content": "a"})
+    if chat and bos is not None and added["bos"] and not chat.startswith(bos):
         yield (
             f"{target.directory}: chats should begin with {bos}, as texts do, but the chat template does not write it: "
             "they begin without it here, in vLLM and in SGLang, but llama-server adds it; correct the template, or "
@@ -62,7 +59,8 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     if added["eos"]:
         yield (
             f"{target.directory}: an answer should follow the prompt of a chat at once, as here, in vLLM and in SGLang,"
-            f" but llama-server adds {tokenizer.eos_token} to the prompt; start it with {switched_off}"
+            f" but llama-server adds {tokenizer.eos_token} to the prompt; start it with "
+            f"{OVERRIDE.format('eos', 'false')}"
         )
 
     # 3. Find out whether servers end an answer where the template does.
@@ -79,11 +77,8 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
     """Returns the special token, if there is one, and the text with which the chat template ends an answer."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-    try:
-        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(PROBE)[2]
-    except Exception:  # a template is an unknown program, and may want other messages
-        return None, ""
+    answer = {"role": "assistant", "content": PROBE}
+    after = _rendered(tokenizer, {"role": "user", "content": "?"}, answer).partition(PROBE)[2]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     return next((token for token in ids if token in special), None), after.strip()
@@ -98,26 +93,31 @@ def _templates(stored: Any) -> tuple[str, str]:
     return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
 
 
-def _added_by_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Returns whether the tokenizer, and with it vLLM and SGLang, adds BOS and EOS to a text."""
-    ids = tokenizer("a")["input_ids"]
-    return {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
+def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> str:
+    """Returns a chat as text; "" if the template, which is an unknown program, wants other messages."""
+    try:
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False))
+    except Exception:
+        return ""
 
 
-def _added_by_llama_server(target: TargetFiles) -> dict[str, bool]:
-    """Returns whether llama-server adds BOS and EOS to texts and chats: as the GGUF file says, or its converter."""
+def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Returns whether BOS and EOS are added to a text by the tokenizer, and so by vLLM and SGLang, and by llama-server.
+
+    llama-server does as the GGUF file says, or as its converter writes into it.
+    """
+    ids = target.tokenizer("a")["input_ids"]
+    ours = {"bos": ids[0] == target.tokenizer.bos_token_id, "eos": ids[-1] == target.tokenizer.eos_token_id}
     if target.gguf is not None and target.gguf.is_file():
         metadata = read_header(target.gguf).metadata
-        return {name: adds_token(metadata, name) for name in ("bos", "eos")}
+        return ours, {name: adds_token(metadata, name) for name in ours}
     settings = read_json(path) if (path := target.directory / CONFIG).is_file() else {}
-    by_tokenizer = _added_by_tokenizer(target.tokenizer).items()
-    return {name: adds or settings.get(f"add_{name}_token") is True for name, adds in by_tokenizer}
+    return ours, {name: adds or settings.get(f"add_{name}_token") is True for name, adds in ours.items()}
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
     """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
-    tokenizer = target.tokenizer
-    added, by_llama_server = _added_by_tokenizer(tokenizer), _added_by_llama_server(target)
+    tokenizer, (added, by_llama_server) = target.tokenizer, _added(target)
     if by_llama_server["bos"] != added["bos"]:
         does = ["does not add", "adds"]
         yield (

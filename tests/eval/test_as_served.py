@@ -78,7 +78,7 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     note = engine_of("transformers").defaults_note(
         GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
     )
-    assert "applies num_beams to each" in note and "refuses requests for which the file sets stop_strings." in note
+    assert "applies num_beams to each" in note and "It fails until stop_strings is removed from the file." in note
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 

@@ -13,18 +13,7 @@ from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, read_texts
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.data_prep.templates import refusal
-from tests.mtptrain.data.test_tool_calls import (
-    ASKED,
-    CALLING,
-    PARSED,
-    RESULT,
-    SAID,
-    TEXT_CALL,
-    TOOL,
-    hermes_row,
-    openai_row,
-    sharegpt_row,
-)
+from tests.mtptrain.data.test_tool_calls import PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # Like Qwen's template, this writes calls between tags and results into a user turn.
@@ -63,7 +52,7 @@ def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a
 
 def test_what_the_template_leaves_out_of_tools_refuses_the_conversation() -> None:
     call = {"type": "function", "function": {"name": "end", "arguments": {}}}
-    named_like_a_token: list[Any] = [ASKED, CALLING | {"tool_calls": [call]}, RESULT, SAID]  # <|end|>
+    named_like_a_token: list[Any] = [PARSED[0], PARSED[1] | {"tool_calls": [call]}, *PARSED[2:]]  # <|end|>
     for template, messages, dropped in (
         (QWEN[QWEN.index("{% for m in messages %}") :], PARSED, "tools"),
         (QWEN.replace("m.tool_calls or []", "[]"), PARSED, "a tool call"),
