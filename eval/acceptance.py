@@ -99,7 +99,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         StageDir(output_dir).record(config, "report.json")
         remove_generations(output_dir)
         for name, each in measured.items():
-            write_generations(generations_file(output_dir, name), each)
+            write_generations(output_dir / f"generations{'' if name == 'head' else f'_{name}'}.jsonl", each)
         described = report(run, run_head, prompts, ranks, measured) | trained_on
         described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
@@ -267,10 +267,6 @@ def training_facts(run_head: RunHead) -> dict[str, int | None]:
     records = [record for _, record in read_metrics(run_head.directory.parent / METRICS)]
     tokens = sum(each.get("tokens", 0) for each in records if each["step"] <= facts["step"])
     return {"train_tokens": int(tokens) or None, "train_seed": facts.get("seed")}
-
-
-def generations_file(output_dir: Path, name: str) -> Path:
-    return output_dir / ("generations.jsonl" if name == "head" else f"generations_{name}.jsonl")
 
 
 def remove_generations(output_dir: Path) -> None:

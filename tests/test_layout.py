@@ -49,7 +49,7 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1525,
-    "mtptrain/cli": 385,
+    "mtptrain/cli": 373,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1727,
     "mtptrain/engines": 4077,
@@ -58,11 +58,11 @@ LINES = {
     "mtptrain/init_from": 1300,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1112,
-    "mtptrain/target": 2735,
+    "mtptrain/target": 2731,
     "mtptrain/training": 2773,
     "mtptrain/utils": 1116,
     "data_prep": 2615,
-    "eval": 2218,
+    "eval": 2214,
     "slurm": 139,
     "benchmarks": 628,
     "tests": 19920,

@@ -41,25 +41,13 @@ def _always(config: "PipelineConfig") -> bool:
     return True
 
 
-def _has_responses(config: "PipelineConfig") -> bool:
-    return config.prompts.source == "responses"
-
-
-def _has_draft_vocab(config: "PipelineConfig") -> bool:
-    return getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None
-
-
-def _keeps_unmeasured_heads(config: "PipelineConfig") -> bool:
-    return config.train.validation_prompts == 0 and config.train.validate_every > 0
-
-
 STAGES = {
     "run": Stage("mtptrain.all_stages", "run all stages that a recipe needs, up to the export, on this machine"),
     "responses": Stage(
         "data_prep.responses.regenerate",
         "optional: let the target regenerate the responses in conversations",
         "ranks",
-        _has_responses,
+        lambda config: config.prompts.source == "responses",
         "responses/manifest.json",
         ("seed", "target", "prompts", "responses"),
         "finished responses are kept in {run_dir}/responses; the same command adds the rest",
@@ -75,7 +63,7 @@ STAGES = {
         "data_prep.draft_vocab",
         "optional: choose the tokens that the head can draft",
         "process",
-        _has_draft_vocab,
+        lambda config: getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None,
         "draft_vocab/manifest.json",
         ("head",),
     ),
@@ -95,7 +83,7 @@ STAGES = {
         "eval.choose_head",
         "optional: choose among the heads that training kept",
         "ranks",
-        _keeps_unmeasured_heads,
+        lambda config: config.train.validation_prompts == 0 and config.train.validate_every > 0,
         "train/choice.json",
         ("acceptance",),
     ),

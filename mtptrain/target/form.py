@@ -63,12 +63,15 @@ class TargetForm:
     soft_cap: float | None = None
     """Cap c of the logits, which become c * tanh(logits / c)."""
 
-    def tensor_names(self, is_tied: bool) -> set[str]:
-        """Returns the names of the tensors that logits need; without lm_head's weight where it is the embeddings."""
-        names = {f"{self.embed_tokens}.weight", f"{self.norm}.weight", f"{self.lm_head}.weight"}
-        names -= {f"{self.lm_head}.weight"} if is_tied else set()
-        biases = {f"{self.norm}.bias": self.has_norm_bias, f"{self.lm_head}.bias": self.has_lm_head_bias}
-        return names | {name for name, is_there in biases.items() if is_there}
+    def part_names(self, is_tied: bool) -> dict[str, str]:
+        """Returns the names of the tensors that logits need, by their fields in `FrozenParts`."""
+        lm_head, biases = self.embed_tokens if is_tied else self.lm_head, {}
+        if self.has_norm_bias:
+            biases["norm_bias"] = f"{self.norm}.bias"
+        if self.has_lm_head_bias:
+            biases["lm_head_bias"] = f"{self.lm_head}.bias"
+        parts = {"embed_tokens": self.embed_tokens, "norm_weight": self.norm, "lm_head": lm_head}
+        return {part: f"{module}.weight" for part, module in parts.items()} | biases
 
     def normed(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns the post-norm states of streams [..., H], with the same rounding as the model's own norm."""

@@ -122,15 +122,8 @@ class FrozenParts:
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
         """Builds the parts from the target's tensors, keyed by name. That of lm_head may be missing if it is tied."""
         form = find_form(config)
-        embed_tokens = weights[f"{form.embed_tokens}.weight"]
-        return cls(
-            embed_tokens,
-            weights[f"{form.norm}.weight"],
-            embed_tokens if config.tie_word_embeddings else weights[f"{form.lm_head}.weight"],
-            form,
-            weights[f"{form.norm}.bias"] if form.has_norm_bias else None,
-            weights[f"{form.lm_head}.bias"] if form.has_lm_head_bias else None,
-        )
+        names = form.part_names(config.tie_word_embeddings)
+        return cls(form=form, **{part: weights[name] for part, name in names.items()})
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the unscaled embeddings [..., H], which engines share with a head.
@@ -164,7 +157,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read only the embeddings, final norm and lm_head from the target's safetensors files."""
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
-    wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), check_weights(target_dir)
+    wanted, tensors = {*find_form(config).part_names(config.tie_word_embeddings).values()}, check_weights(target_dir)
     refuse_missing(target_dir, wanted - tensors.keys())
     return FrozenParts.of(config, {name: tensors[name].read() for name in wanted})
 
