@@ -80,9 +80,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     prompts = read_prompts(settings, config.prompts, run.target, run.stage_dir("prompts"))
     model = None
     if settings.draft_model is not None:
-        model = load_draft_model(
-            settings.draft_model, run.target, dtype, ranks.device, setting="acceptance.draft_model"
-        )
+        model = load_draft_model(settings.draft_model, run.target, dtype, ranks.device)
     for setting, head in {"head": run_head.head, "acceptance.draft_model": model}.items():
         if head is not None:
             lengths = settings.max_new_tokens, settings.num_speculative_tokens

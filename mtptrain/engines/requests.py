@@ -9,13 +9,6 @@ from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
 from mtptrain.utils.figures import Figure, share
 
-NEUTRAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sampling parameters with which only temperature, top_p and top_k change a request's distribution.
-
-A server takes each parameter that a request leaves out from the model's generation_config.json. Penalties affect greedy
-decoding too.
-"""
-
 ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
 """Largest allowed relative difference of acceptance lengths in bf16 or with rounded weights, and the number of drafts
 that may be accepted differently beside it."""

@@ -133,11 +133,11 @@ def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path,
     return directory, state
 
 
-def load_draft_model(
-    path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device, setting: str
-) -> DraftModelHead:
+def load_draft_model(path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device) -> DraftModelHead:
     """Returns a published language model that drafts for the target, ready for inference. See `load_init`."""
-    directory = Path(path) if (Path(path) / "head.json").is_file() else resolve_target(path, setting=setting)
+    directory = (
+        Path(path) if (Path(path) / "head.json").is_file() else resolve_target(path, setting="acceptance.draft_model")
+    )
     _, head = load_head(str(directory), DraftModelConfig(init_from=str(directory)), target, dtype, device)
     assert isinstance(head, DraftModelHead)
     return head

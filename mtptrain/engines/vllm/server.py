@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtptrain.engines.requests import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Manner, Questions, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of, token_ids
 from mtptrain.engines.vllm.client import warn_of_untested
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import NEUTRAL
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
@@ -31,7 +32,7 @@ class VllmServer(EngineServer):
         if asked.manner is not Manner.plain:
             settings["temperature"] = 0.0
         if asked.manner is Manner.neutral:
-            settings |= {"top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING}
+            settings = {**NEUTRAL, "temperature": 0.0}  # what a request leaves out is that of generation_config.json
             settings |= {"ignore_eos": True, "stop_token_ids": list(asked.stop_token_ids)}
 
         def ask(prompt: Sequence[int]) -> tuple[list[int], list[int] | None]:
@@ -71,8 +72,8 @@ class VllmServer(EngineServer):
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": requests.max_new_tokens,
+            **NEUTRAL,
             **{"temperature": requests.temperature, "top_p": requests.top_p, "top_k": requests.top_k},
-            **NEUTRAL_SAMPLING,
             "ignore_eos": requests.ignore_eos,
             "seed": requests.seed + index,
             "cache_salt": uuid.uuid4().hex,  # requests with different salts share no cached prefix

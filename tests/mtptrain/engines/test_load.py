@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.loads import Row, Spread
+from eval.loads import Row, spread_ms
 from mtptrain.engines.llama_cpp.server import LlamaServer
 from mtptrain.engines.load import send
 from mtptrain.engines.requests import Answer, EngineCounts, Load, LoadResult, Requests
@@ -58,8 +58,8 @@ def test_latencies_are_those_of_requests_and_of_steps() -> None:
     answers = [Answer([0.2, 0.5, 1.0], 5), Answer([0.2, 1.2, 2.2], 6), Answer([0.3], 1)]
     row = Row.of(3, 2, LoadResult(answers, 4.0, None))
     assert (row.requests, row.output_tokens, row.output_tokens_per_s) == (3, 12, 3.0)
-    assert row.ttft_ms.p50 == pytest.approx(200)
+    assert row.ttft_ms["p50"] == pytest.approx(200)
     # The times per token after the first are 0.8 s / 4 and 2 s / 5. An answer of one token has no such time.
-    assert row.tpot_ms.mean == pytest.approx(300) and row.tpot_ms.p50 == pytest.approx(300)
-    assert row.itl_ms.p50 == pytest.approx(750) and row.itl_ms.mean == pytest.approx(700)
-    assert Spread.of([]) == Spread(0.0, 0.0, 0.0)
+    assert row.tpot_ms["mean"] == pytest.approx(300) and row.tpot_ms["p50"] == pytest.approx(300)
+    assert row.itl_ms["p50"] == pytest.approx(750) and row.itl_ms["mean"] == pytest.approx(700)
+    assert spread_ms([]) == dict.fromkeys(("mean", "p50", "p99"), 0.0)

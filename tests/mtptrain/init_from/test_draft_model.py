@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path | str, target: Path) -> DraftModelHead:
-    return load_draft_model(str(path), TargetFiles(target), torch.float32, CPU, "acceptance.draft_model")
+    return load_draft_model(str(path), TargetFiles(target), torch.float32, CPU)
 
 
 def draft_model(target: Path, **settings: Any) -> DraftModelHead:
