@@ -147,7 +147,7 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(tmp_path:
         export(Run(config))
     config = make_config(f"run_dir={tmp_path}/run", f"target.path={deep_target}", "head=hydra")
     with pytest.raises(
-        ValueError, match=r"head: must be one of .* to be exported, but is hydra, which no engine has a"
+        ValueError, match=r"head: must be one of .* to be exported, but is hydra: no engine has a"
     ):
         export(Run(config))
     config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={deep_target}", "export.engine=vllm")
