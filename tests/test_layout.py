@@ -65,7 +65,7 @@ LINES = {
     "eval": 2212,
     "slurm": 139,
     "benchmarks": 628,
-    "tests": 19909,
+    "tests": 19907,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
