@@ -47,7 +47,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
-from mtptrain.training.held_out import HeldOutLosses, held_out_losses
+from mtptrain.training.held_out import held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -92,7 +92,11 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     tokenizer = run.target.tokenizer
     longest = longest_prompt(target, [run_head.head, model], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
-    held_out = held_out_losses_of(config, run_head, target, prompts, measured["head"], ranks)
+    # The head's losses are those on the target's answers to the first turn of each prompt.
+    own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
+    answered = [(list(prompt), measured["head"].answers[prompt_id, 1].generation) for prompt_id, prompt in own]
+    of_loss = LossSettings.of(config.train)
+    held_out = held_out_losses(run_head.head, target, answered, config.head.ttt_steps, of_loss, ranks)
     if ranks.is_first:
         StageDir(output_dir).record(config, "report.json")
         remove_generations(output_dir)
@@ -132,15 +136,6 @@ def longest_prompt(target: Target, heads: Sequence[Head | None], settings: Accep
     # own context must hold them, too.
     longest_of_target = target.config.max_position_embeddings - max(new_tokens, num_drafts)
     return min([longest_of_target, *(context - new_tokens - num_drafts for context in contexts)])
-
-
-def held_out_losses_of(
-    config: PipelineConfig, run_head: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
-) -> HeldOutLosses | None:
-    """Returns the head's losses on the target's answers to the first turn of each prompt."""
-    own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
-    answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
-    return held_out_losses(run_head.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
 
 
 def served_settings(run: Run) -> dict[str, dict[str, Any]]:

@@ -148,12 +148,9 @@ class AsServed:
         """Returns which settings the engine applies by rules that our sampler does not have."""
         ours = (*ONLY_SAMPLED, *(PENALTIES if self.engine.has_our_penalties and not may_round else ()))
         added = self.engine.added_to(self.generation).items()
-        applied = {name: value for name, value in added if name not in ours}
-        return (
-            [f"{self.engine.name} applies {as_words(applied)} of {self.generation.source}, by rules of its own"]
-            if applied
-            else []
-        )
+        applied = as_words({name: value for name, value in added if name not in ours})
+        rule = f"{self.engine.name} applies {applied} of {self.generation.source}, by rules of its own"
+        return [rule] if applied else []
 
     def _how_sampled(self) -> str:
         added = self.engine.added_to(self.generation).items()

@@ -102,7 +102,11 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     agrees = comparison.is_equal or (comparison.is_near and (divergence is None or divergence.is_rounding))
     if not agrees and concurrency > 1:
         comparison = replace(comparison, alone=ask(asked._replace(concurrency=1))[0].counts)
-    asked_again = compare_as_served(run, again, others, theirs.tokens, may_round)
+    asked_again: list[Asked] = []
+    if again:
+        target, head = load_pair(run)
+        as_served = AsServed(settings, target, run.target, head.head, engine)
+        asked_again = [as_served.compare(*each, theirs.tokens, may_round) for each in zip(again, others, strict=True)]
 
     found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
     found |= {"concurrency": concurrency, "theirs_alone": comparison.alone and asdict(comparison.alone)}
@@ -117,16 +121,6 @@ def check_engine(run: Run, output_dir: Path) -> bool:
         rounded = "rounded weights" if has_rounded_weights else settings.dtype
         print_rounding(list(prompts), comparison, divergence, rounded)
     return agrees and all(each.is_explained for each in asked_again)
-
-
-def compare_as_served(
-    run: Run, asked: list[Questions], theirs: list[EngineRun], neutral: list[list[int]], may_round: bool
-) -> list[Asked]:
-    if not asked:
-        return []
-    (target, found), engine = load_pair(run), running_engine(run.config.serving.engine)
-    as_served = AsServed(run.config.acceptance, target, run.target, found.head, engine)
-    return [as_served.compare(*each, neutral, may_round) for each in zip(asked, theirs, strict=True)]
 
 
 @dataclass(frozen=True)

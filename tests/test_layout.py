@@ -62,7 +62,7 @@ LINES = {
     "mtptrain/training": 2773,
     "mtptrain/utils": 1116,
     "data_prep": 2615,
-    "eval": 2212,
+    "eval": 2198,
     "slurm": 139,
     "benchmarks": 628,
     "tests": 19907,
