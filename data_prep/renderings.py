@@ -53,10 +53,8 @@ class RenderedConversation:
     renderings: list[Rendering]
     trained: int
     """Number of assistant turns that are to be trained."""
-    untrained: int
-    """Number of assistant turns that are not to be trained, because the data say so."""
-    endless: int
-    """Number of assistant turns after whose text the template writes nothing that ends them."""
+    counts: Mapping[str, int]
+    """Numbers of its assistant turns that are not to be trained, or have no end, by their names in `COUNTS`."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,11 @@ def render_conversation(
             _refuse_rewritten(turn)
             _refuse_dropped_calls(tokenizer, messages[: turn.number], turn)
         turns = [_without_empty_block(turn) for turn in turns]
-    endless = sum(_ends_with(turn.text, turn.message) for turn in turns)
-    untrained = sum("weight" in each for each in messages)
-    return RenderedConversation(_cover(whole, turns), len(trained), untrained, endless)
+    counts = {
+        "answers_untrained": sum("weight" in each for each in messages),
+        "answers_endless": sum(_ends_with(turn.text, turn.message) for turn in turns),
+    }
+    return RenderedConversation(_cover(whole, turns), len(trained), counts)
 
 
 def encode_conversations(
@@ -128,8 +128,7 @@ def encode_conversations(
     for each in conversations:
         own = [_encode(tokenizer, special_ids, rendering, next(batch)) for rendering in each.renderings]
         left_out = each.trained - sum(encoding.answers for encoding in own)
-        counts = {"answers_left_out": left_out, "answers_untrained": each.untrained, "answers_endless": each.endless}
-        items.append(EncodedItem(own, counts))
+        items.append(EncodedItem(own, {"answers_left_out": left_out, **each.counts}))
     return items
 
 

@@ -39,6 +39,7 @@ BOUNDS: Mapping[str, tuple[type, float, float]] = {
     **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens", "max_length"), (int, 0, 2**31)),
 }
 """The type and the least and greatest value of each setting, as servers check them."""
+WORDS = {bool: "true or false", int: "a whole number from {:g} to {:g}", float: "a number from {:g} to {:g}"}
 
 ONLY_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 """Settings that change no greedy answer."""
@@ -131,12 +132,9 @@ def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDef
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
     parsed = parse_generation(given, path, config)
     if path.is_file():
-        if path.read_bytes().startswith(codecs.BOM_UTF8):
-            raise UserError(
-                f"{path}: must begin without a byte order mark, at which transformers and vLLM fail, but begins with "
-                "one; save it again as UTF-8 without BOM"
-            )
-        with refusing(f"{path}: must be readable by transformers", DOWNLOAD_AGAIN):
+        has_bom = path.read_bytes().startswith(codecs.BOM_UTF8)
+        advice = "save it again as UTF-8 without a byte order mark" if has_bom else DOWNLOAD_AGAIN
+        with refusing(f"{path}: must be readable by transformers", advice):
             transformers.GenerationConfig.from_pretrained(target_dir)
     return parsed
 
@@ -147,11 +145,7 @@ def parse_generation(given: dict[str, Any], path: Path, config: PreTrainedConfig
         value = given.get(name, least)
         is_kind = type(value) is kind or (kind is float and type(value) is int)
         if name in given and not (is_kind and least <= value <= most):
-            must = (
-                "true or false"
-                if kind is bool
-                else f"{'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
-            )
+            must = WORDS[kind].format(least, most)
             raise UserError(f"{path}: {name} must be {must}, but is {value!r}; {DOWNLOAD_AGAIN}")
     own = {each.name for each in fields(GenerationDefaults)} - {"eos_token_ids", "processors", "source"}
     others = {name: value for name, value in given.items() if name not in own | NO_EFFECT | {"eos_token_id"}}

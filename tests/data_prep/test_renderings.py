@@ -212,7 +212,7 @@ def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> No
         (CHATML.replace("'<|im_end|>", f"('<|im_end|>' if {goes_on} else '') + '"), "\n", 2, 2),
         (CHATML.replace("<|im_end|>", ""), "\n", 1, 2),
     ):
-        assert render_conversation(tokenizer_of(template), messages).endless == num_endless
+        assert render_conversation(tokenizer_of(template), messages).counts["answers_endless"] == num_endless
         texts = generated_parts(template, messages)
         assert len(texts) == num_texts
         assert sorted(part for text in texts for part in text) == [f"one{end}", f"two{end}"]
@@ -227,7 +227,7 @@ def test_an_answer_that_is_not_to_be_trained_is_history_alone() -> None:
         assert "bad" in rendered.renderings[0].text
         [[part]] = generated_parts(template, messages)
         assert part.strip().endswith("two<|im_end|>")
-        assert (rendered.untrained, rendered.trained) == (2, 1)
+        assert (rendered.counts["answers_untrained"], rendered.trained) == (2, 1)
         assert refusal(template, messages[:2]) == "no assistant turn that is to be trained"
 
 
