@@ -231,7 +231,7 @@ class Responses(Conversations):
             if not is_kept:
                 message["weight"] = "0"
         rendered = render_conversation(tokenizer, messages, is_generated=True)
-        return replace(rendered, trained=len(answers), counts=rendered.counts | {"answers_untrained": 0})
+        return replace(rendered, trained=len(answers), counts={**rendered.counts, "answers_untrained": 0})
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
         items, special_ids = super().encode(tokenizer, indices), list(special_tokens(tokenizer))
