@@ -94,6 +94,11 @@ def checked_weights(directory: Path) -> Path:
     return directory / WEIGHTS
 
 
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns stored settings of a head, with defaults for settings added since."""
+    return {**asdict(HEADS[settings["name"]].Config()), **settings}
+
+
 def check_head_target(directory: Path, target: TargetFiles) -> None:
     """Refuse a head that was trained for other weights than the target's."""
     stored, expected = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], target.weights_sha256

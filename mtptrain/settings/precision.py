@@ -95,6 +95,9 @@ def announce_precision(name: str, dtype: Dtype) -> None:
 
 
 def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
-    """Returns a value of the config that a stage began with; None if it has not begun."""
+    """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting."""
     settings = StageDir(stage_dir).settings()
-    return None if settings is None else find(settings)
+    try:
+        return None if settings is None else find(settings)
+    except KeyError:
+        return None

@@ -21,7 +21,7 @@ from mtptrain.config import TrainConfig
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
-from mtptrain.heads.files import STEP_NAME
+from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
@@ -195,7 +195,10 @@ def resume_facts(
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     """Refuse to resume from a checkpoint with a different head, data or optimisation, and name every difference."""
     stored = read_sealed(folder / MARKER, OLDER)
-    present = json.loads(json.dumps(facts))
+    if "head" in stored:
+        stored["head"] = with_defaults(stored["head"])
+    defaults = {f"train.{name}": getattr(TrainConfig(), name) for name in OPTIMISATION_SETTINGS}
+    present, stored = json.loads(json.dumps([facts, {**defaults, **stored}]))  # an earlier version had fewer settings
     remedy = "restore these settings to resume from this checkpoint, or start again in another run_dir"
     refuse_different_facts(folder, {name: stored.get(name) for name in present}, present, remedy)
 

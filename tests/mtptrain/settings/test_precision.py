@@ -3,6 +3,7 @@
 `MTPTRAIN_CPU_BF16` pretends that the CPU has such instructions or lacks them, so that both paths run on any CPU.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from mtptrain.config import Dtype, load_config
 from mtptrain.settings.hardware import this_machine
 from mtptrain.settings.precision import fast_dtype
-from mtptrain.stage_dir import StageDir
+from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16
 from tests.conftest import compose_config, make_config
@@ -52,6 +53,8 @@ def test_a_stage_that_has_begun_keeps_its_precision(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(PRETENDED_BF16, "0")
     assert make_config("run_dir=elsewhere").hidden_states.dtype is Dtype.float32
     assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.bfloat16
+    (folder.path / STAGE).write_text(json.dumps(dict.fromkeys(FACTS, "") | {"settings": {"prompts": {}}}))
+    assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.float32  # written without the setting
 
 
 def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
