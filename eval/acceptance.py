@@ -107,7 +107,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        if note := engine.defaults_note(engine.read_by(run.target)):
+        for note in filter(None, [engine.defaults_note(engine.read_by(run.target)), engine.ends_note(run.target)]):
             print(note)
         write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:

@@ -18,7 +18,7 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import GenerationDefaults, as_words
+from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words, read_generation
 
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
@@ -135,6 +135,19 @@ class Engine(ABC):
         if named[Applied.yes] or named[Applied.refused]:
             sentences.append(f"To switch that off, {self.without_them}.")
         return " ".join(sentences) if sets else ""
+
+    def ends_note(self, target: TargetFiles) -> str:
+        """Returns which ends of the target's files the engine does not read, so that it may write past them, if any."""
+        ends, own = target.generation.eos_token_ids, read_generation(target.directory, target.config).eos_token_ids
+        read = {"eos_token_ids": own, "tokenizer_eos_token_id": as_ids(target.tokenizer.eos_token_id)}
+        known = {token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens}
+        missed = [token for token in ends if token not in known] if known else []
+        names = ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in missed)
+        return names and (
+            f"Answers end at {names} here and in vLLM, but {self.name} {self.version} does not take that end from the "
+            f"target's files. Where it does not know the token by its name, it writes past it: send it as a stop, or "
+            f"let the tokenizer and {FILE} have the same ends."
+        )
 
     def note_for_this_machine(self) -> str:
         """Returns what the command of a README needs on this machine beside the engine; "" for nothing."""

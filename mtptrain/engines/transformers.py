@@ -4,6 +4,7 @@ Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mtptrain.engines.target_files import add_target_files
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.families import sliding_window
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import ONLY_SAMPLED, GenerationDefaults
 from mtptrain.utils.errors import UserError
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -108,6 +110,11 @@ class Transformers(Engine):
     }
     defaults = {"temperature": 0.0}  # noqa: RUF012
     sampling = {"order": ("temperature", "top_k", "top_p", "min_p")}  # noqa: RUF012
+
+    def read_by(self, target: TargetFiles) -> GenerationDefaults:
+        """Returns the settings without those of sampling, unless do_sample is true: transformers is greedy without."""
+        own = target.generation
+        return own if own.do_sample else replace(own, **dict.fromkeys(ONLY_SAMPLED))
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
 
+from gguf import SpecialVocab
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     # 1. Compare the chat templates of all files. transformers takes the first.
     in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
+    converted = SpecialVocab(target.directory)
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
     settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
     stored = {
@@ -46,9 +48,14 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
                 f"{READERS.get(name, 'llama.cpp')}; remove the wrong one, or start llama-server with "
                 "--chat-template-file and the right one"
             )
+    if found and not any(_templates(converted.chat_template)) and not in_gguf:
+        yield (
+            f"{target.directory}: all servers should find the chat template of {ours}, but {READERS[CONFIG]} takes "
+            f"none, as for `chat_template: null` in {CONFIG}; remove such a key, and keep the template in {JINJA}"
+        )
     # 2. Compare what precedes a chat, and what follows its prompt.
     tokenizer, bos = target.tokenizer, target.tokenizer.bos_token
-    _, added = _added(target)
+    _, added, end = _added(target)
     chat = _rendered(tokenizer, {"role": "user", "content": "a"})
     if chat and bos is not None and added["bos"] and not chat.startswith(bos):
         yield (
@@ -59,12 +66,13 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     if added["eos"]:
         yield (
             f"{target.directory}: an answer should follow the prompt of a chat at once, as here, in vLLM and in SGLang,"
-            f" but llama-server adds {tokenizer.eos_token} to the prompt; start it with "
+            f" but llama-server adds {end} to the prompt; start it with "
             f"{OVERRIDE.format('eos', 'false')}"
         )
 
     # 3. Find out whether servers end an answer where the template does.
-    ends, (token, text) = target.generation.eos_token_ids, end_of_turn(tokenizer)
+    ends = target.generation.eos_token_ids
+    token, text = end_of_turn(tokenizer, ends)
     if text and token not in ends:
         advice = (
             f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` with each request"
@@ -75,11 +83,11 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
         )
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
-    """Returns the special token, if there is one, and the text with which the chat template ends an answer."""
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> tuple[int | None, str]:
+    """Returns the special token or known end, if there is one, and the text with which the template ends an answer."""
     answer = {"role": "assistant", "content": PROBE}
     after = _rendered(tokenizer, {"role": "user", "content": "?"}, answer).partition(PROBE)[2]
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} | {*ends}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     return next((token for token in ids if token in special), None), after.strip()
 
@@ -101,23 +109,26 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> 
         return ""
 
 
-def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Returns whether BOS and EOS are added to a text by the tokenizer, and so by vLLM and SGLang, and by llama-server.
+def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str | None]:
+    """Returns whether BOS and an end are added to a text by the tokenizer, and so by vLLM and SGLang, and by
+    llama-server, and which end that is.
 
     llama-server does as the GGUF file says, or as its converter writes into it.
     """
-    ids = target.tokenizer("a")["input_ids"]
-    ours = {"bos": ids[0] == target.tokenizer.bos_token_id, "eos": ids[-1] == target.tokenizer.eos_token_id}
+    tokenizer = target.tokenizer
+    ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    ours = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1:] != plain[-1:]}
+    end = tokenizer.convert_ids_to_tokens(ids[-1]) if ours["eos"] else tokenizer.eos_token
     if target.gguf is not None and target.gguf.is_file():
         metadata = read_header(target.gguf).metadata
-        return ours, {name: adds_token(metadata, name) for name in ours}
-    settings = read_json(path) if (path := target.directory / CONFIG).is_file() else {}
-    return ours, {name: adds or settings.get(f"add_{name}_token") is True for name, adds in ours.items()}
+        return ours, {name: adds_token(metadata, name) for name in ours}, end
+    written = SpecialVocab(target.directory).add_special_token
+    return ours, {name: written.get(name, adds) for name, adds in ours.items()}, end
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
     """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
-    tokenizer, (added, by_llama_server) = target.tokenizer, _added(target)
+    tokenizer, (added, by_llama_server, end) = target.tokenizer, _added(target)
     if by_llama_server["bos"] != added["bos"]:
         does = ["does not add", "adds"]
         yield (
@@ -128,7 +139,7 @@ def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> I
     sides = {"vLLM and SGLang, as the tokenizer does": added, "llama-server": by_llama_server}
     if enders := ", and ".join(name for name, side in sides.items() if side["eos"]):
         yield (
-            f"{target.directory}: the text of a prompt should end without {tokenizer.eos_token}, as documents go on "
+            f"{target.directory}: the text of a prompt should end without {end}, as documents go on "
             f"after it, but it is added by {enders}; correct the post-processor in tokenizer.json, start "
             f"llama-server with {OVERRIDE.format('eos', 'false')}, or give prompts as token ids"
         )

@@ -79,6 +79,11 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
     )
     assert "applies num_beams to each" in note and "It fails until stop_strings is removed from the file." in note
+    greedy = run_with(target, "transformers", do_sample=False, temperature=0.7, repetition_penalty=1.05).target
+    assert engine_of("transformers").read_by(greedy).sampling == {"repetition_penalty": 1.05}
+    other = run_with(target, "vllm", eos_token_id=[3]).target
+    for name, missed in (("vllm", ""), ("transformers", "at 256 ("), ("openvino", "at 256 ("), ("llama_cpp", "at 3 (")):
+        assert missed in (said := engine_of(name).ends_note(other)) and bool(said) is bool(missed)
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR
-from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
+from mtptrain.target.served_text import chats_elsewhere, end_of_turn, texts_elsewhere
 from tests.conftest import make_target, make_tokenizer
 from tests.gguf_files import write_gguf
 
@@ -21,7 +21,7 @@ NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", "llama-server adds it"
 END_ADDED = r"llama-server adds <\|end\|> to the prompt; .*add_eos_token=bool:false"
-ENDING = {"an EOS of a GGUF file", "an EOS of the tokenizer"}
+ENDING = {"an EOS of a GGUF file", "an EOS of the tokenizer", "another end of the tokenizer"}
 CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, what puts BOS before texts, what is said
     "two that differ": ({JINJA: A, CONFIG: B}, "", [f"{JINJA}, taken .* that of {CONFIG}, taken by llama.cpp's conv"]),
     "a list for tools": ({JINJA: A, CONFIG: NAMED}, "", [f"differs from that of {CONFIG}"]),
@@ -33,8 +33,15 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS of the tokenizer": ({JINJA: B}, "a post-processor", [ADDED]),
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
+    "a BOS that a setting denies": ({JINJA: B}, "a post-processor that a setting denies", []),  # to llama-server alone
+    "none for llama.cpp": (
+        {JINJA: A, CONFIG: None},
+        "",
+        [f"none, as for `chat_template: null` in {CONFIG}"],
+    ),
     "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
     "an EOS of the tokenizer": ({JINJA: A}, "", [END_ADDED]),
+    "another end of the tokenizer": ({JINJA: A}, "", ["llama-server adds <user> to the prompt;"]),
     "an EOS of a GGUF file": ({JINJA: A, GGUF: A}, "", [END_ADDED]),
     "an end of a turn": ({JINJA: A + "{{ messages[-1].content }}<|end|>"}, "", []),
     "another token": ({JINJA: A + "{{ messages[-1].content }}<user>"}, "", ["'<user>', .*; add 258 to eos_token_id"]),
@@ -50,16 +57,21 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
     templates, adds_bos, said = CASES[case]
     tokenizer, gguf = make_tokenizer(None), tmp_path / GGUF
     tokenizer.bos_token = "<|end|>"
-    single = "<|end|> $A" if adds_bos == "a post-processor" else "$A <|end|>"
-    if adds_bos == "a post-processor" or (case in ENDING and GGUF not in templates):
-        processor = TemplateProcessing(single=single, special_tokens=[("<|end|>", 256)])
+    single = "<|end|> $A" if adds_bos.startswith("a post-processor") else "$A <|end|>"
+    if adds_bos.startswith("a post-processor") or (case in ENDING and GGUF not in templates):
+        single = "$A <user>" if case.startswith("another end") else single
+        processor = TemplateProcessing(single=single, special_tokens=[("<|end|>", 256), ("<user>", 258)])
         tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.save_pretrained(tmp_path)
     shutil.copy(tiny_target / "config.json", tmp_path)
-    settings = json.loads((tmp_path / CONFIG).read_text()) | {"add_bos_token": adds_bos == CONFIG}
+    settings = json.loads((tmp_path / CONFIG).read_text()) | ({"add_bos_token": True} if adds_bos == CONFIG else {})
+    del settings["chat_template"]  # null
+    if adds_bos == "a post-processor that a setting denies":
+        settings["add_bos_token"] = False
     (tmp_path / TOOLS).parent.mkdir()
-    for name, template in ({CONFIG: None} | templates).items():
-        text = template if name.endswith("jinja") else json.dumps(settings | {"chat_template": template})
+    for name, template in ({CONFIG: ()} | templates).items():
+        own = {} if template == () else {"chat_template": template}
+        text = template if name.endswith("jinja") else json.dumps(settings | own)
         (tmp_path / name).write_text(text)
     if GGUF in templates:
         added = {
@@ -69,6 +81,13 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
         write_gguf(gguf, tiny_target, settings={"tokenizer.chat_template": templates[GGUF], **added})
     found = list(chats_elsewhere(TargetFiles(tmp_path, given_gguf=str(gguf) if GGUF in templates else None)))
     assert len(found) == len(said) and all(map(re.search, said, found)), found
+
+
+def test_an_end_of_a_turn_is_a_special_token_or_an_end_of_the_target(tiny_target: Path) -> None:
+    tokenizer = TargetFiles(tiny_target).tokenizer
+    tokenizer.chat_template = A + "{{ messages[-1].content }}x"
+    [plain] = tokenizer("x", add_special_tokens=False)["input_ids"]
+    assert (end_of_turn(tokenizer)[0], end_of_turn(tokenizer, (plain,))[0]) == (None, plain)
 
 
 def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(tmp_path: Path) -> None:
