@@ -17,7 +17,7 @@ from mtptrain.engines.target_files import add_target_files
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.families import sliding_window
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import ONLY_SAMPLED, GenerationDefaults
+from mtptrain.target.generation import GenerationDefaults
 from mtptrain.utils.errors import UserError
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -114,7 +114,7 @@ class Transformers(Engine):
     def read_by(self, target: TargetFiles) -> GenerationDefaults:
         """Returns the settings without those of sampling, unless do_sample is true: transformers is greedy without."""
         own = target.generation
-        return own if own.do_sample else replace(own, **dict.fromkeys(ONLY_SAMPLED))
+        return own if own.do_sample else replace(own, temperature=None, top_p=None, top_k=None, min_p=None)
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

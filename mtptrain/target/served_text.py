@@ -109,7 +109,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> 
         return ""
 
 
-def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str | None]:
+def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
     """Returns whether BOS and an end are added to a text by the tokenizer, and so by vLLM and SGLang, and by
     llama-server, and which end that is.
 
@@ -117,8 +117,8 @@ def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str |
     """
     tokenizer = target.tokenizer
     ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
-    ours = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1:] != plain[-1:]}
-    end = tokenizer.convert_ids_to_tokens(ids[-1]) if ours["eos"] else tokenizer.eos_token
+    ours: dict[str, bool] = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1:] != plain[-1:]}
+    end = str(tokenizer.decode([ids[-1]]) if ours["eos"] else tokenizer.eos_token)
     if target.gguf is not None and target.gguf.is_file():
         metadata = read_header(target.gguf).metadata
         return ours, {name: adds_token(metadata, name) for name in ours}, end
