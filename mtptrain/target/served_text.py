@@ -5,6 +5,7 @@ A target may have several chat templates. transformers, and with it vLLM and SGL
 the template of transformers' processor, which prefers `chat_template.json` to both (processing_utils.py).
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import takewhile
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, adds_token, read_header
+from mtptrain.target.gguf import CHAT_TEMPLATE, DOWNLOAD_AGAIN, adds_token, read_header
+from mtptrain.utils.errors import refusing
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
@@ -30,7 +32,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     # 1. Compare the chat templates of all files. transformers takes the first.
     in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
-    converted = SpecialVocab(target.directory)
+    converted = _converted(target)
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
     settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
     stored = {
@@ -109,6 +111,13 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> 
         return ""
 
 
+def _converted(target: TargetFiles) -> SpecialVocab:
+    """Returns what llama.cpp's converter writes of a tokenizer. gguf would warn of its templates for pairs of texts."""
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
+    with refusing(f"{target.directory}: the tokenizer must be readable by gguf", DOWNLOAD_AGAIN, "gguf"):
+        return SpecialVocab(target.directory)
+
+
 def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
     """Returns whether BOS and an end are added to a text by the tokenizer, and so by vLLM and SGLang, and by
     llama-server, and which end that is.
@@ -122,7 +131,7 @@ def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
     if target.gguf is not None and target.gguf.is_file():
         metadata = read_header(target.gguf).metadata
         return ours, {name: adds_token(metadata, name) for name in ours}, end
-    written = SpecialVocab(target.directory).add_special_token
+    written = _converted(target).add_special_token
     return ours, {name: written.get(name, adds) for name, adds in ours.items()}, end
 
 
