@@ -131,8 +131,9 @@ def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
     if target.gguf is not None and target.gguf.is_file():
         metadata = read_header(target.gguf).metadata
         return ours, {name: adds_token(metadata, name) for name in ours}, end
-    written = _converted(target).add_special_token
-    return ours, {name: written.get(name, adds) for name, adds in ours.items()}, end
+    # By the converter of b11434, which takes the post-processor's word where a setting denies it, unlike gguf 0.19.0.
+    settings = read_json(path) if (path := target.directory / CONFIG).is_file() else {}
+    return ours, {name: adds or settings.get(f"add_{name}_token") is True for name, adds in ours.items()}, end
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:

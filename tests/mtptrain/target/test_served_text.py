@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS of the tokenizer": ({JINJA: B}, "a post-processor", [ADDED]),
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
-    "a BOS that a setting denies": ({JINJA: B}, "a post-processor that a setting denies", []),  # to llama-server alone
+    "a BOS that a setting denies": ({JINJA: B}, "a post-processor that a setting denies", [ADDED]),
     "none for llama.cpp": (
         {JINJA: A, CONFIG: None},
         "",
