@@ -58,7 +58,7 @@ LINES = {
     "mtptrain/init_from": 1300,
     "mtptrain/planning": 628,
     "mtptrain/settings": 1115,
-    "mtptrain/target": 2746,
+    "mtptrain/target": 2743,
     "mtptrain/training": 2776,
     "mtptrain/utils": 1116,
     "data_prep": 2614,

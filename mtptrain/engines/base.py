@@ -18,7 +18,7 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words, read_generation
+from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words
 
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
@@ -138,14 +138,14 @@ class Engine(ABC):
 
     def ends_note(self, target: TargetFiles) -> str:
         """Returns which ends of the target's files the engine does not read, so that it may write past them, if any."""
-        ends, own = target.generation.eos_token_ids, read_generation(target.directory, target.config).eos_token_ids
+        ends, own = target.generation.eos_token_ids, target.own_generation.eos_token_ids
         read = {"eos_token_ids": own, "tokenizer_eos_token_id": as_ids(target.tokenizer.eos_token_id)}
         known = {token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens}
         missed = [token for token in ends if token not in known] if known else []
         names = ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in missed)
         return names and (
             f"Answers end at {names} here and in vLLM, but {self.name} {self.version} does not take that end from the "
-            f"target's files. Where it does not know the token by its name, it writes past it: send it as a stop, or "
+            "target's files. Where it does not know the token by its name, it writes past it: send it as a stop, or "
             f"let the tokenizer and {FILE} have the same ends."
         )
 

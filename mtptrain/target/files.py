@@ -78,9 +78,14 @@ class TargetFiles:
         return tokenizer
 
     @cached_property
+    def own_generation(self) -> GenerationDefaults:
+        """What generation_config.json asks of whoever generates with the target."""
+        return read_generation(self.directory, self.config)
+
+    @cached_property
     def generation(self) -> GenerationDefaults:
         """What the target's files ask of whoever generates with it, with the tokenizer's end among the ends."""
-        found = read_generation(self.directory, self.config)
+        found = self.own_generation
         if not (self.directory / "tokenizer_config.json").is_file():
             return found
         end = self.tokenizer.eos_token_id

@@ -5,20 +5,17 @@ A target may have several chat templates. transformers, and with it vLLM and SGL
 the template of transformers' processor, which prefers `chat_template.json` to both (processing_utils.py).
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
 
-from gguf import SpecialVocab
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, DOWNLOAD_AGAIN, adds_token, read_header
-from mtptrain.utils.errors import refusing
+from mtptrain.target.gguf import CHAT_TEMPLATE, adds_token, read_header
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
@@ -32,7 +29,6 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     # 1. Compare the chat templates of all files. transformers takes the first.
     in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
-    converted = _converted(target)
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
     settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
     stored = {
@@ -50,7 +46,10 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
                 f"{READERS.get(name, 'llama.cpp')}; remove the wrong one, or start llama-server with "
                 "--chat-template-file and the right one"
             )
-    if found and not any(_templates(converted.chat_template)) and not in_gguf:
+    # The converter looks into the other files only if tokenizer_config.json has no such key.
+    in_others = (target.directory / JINJA).is_file() or LEGACY in settings
+    is_converted = CONFIG in settings and settings[CONFIG].get("chat_template", in_others)
+    if found and not is_converted and not in_gguf:
         yield (
             f"{target.directory}: all servers should find the chat template of {ours}, but {READERS[CONFIG]} takes "
             f"none, as for `chat_template: null` in {CONFIG}; remove such a key, and keep the template in {JINJA}"
@@ -109,13 +108,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> 
         return str(tokenizer.apply_chat_template([*messages], tokenize=False))
     except Exception:
         return ""
-
-
-def _converted(target: TargetFiles) -> SpecialVocab:
-    """Returns what llama.cpp's converter writes of a tokenizer. gguf would warn of its templates for pairs of texts."""
-    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    with refusing(f"{target.directory}: the tokenizer must be readable by gguf", DOWNLOAD_AGAIN, "gguf"):
-        return SpecialVocab(target.directory)
 
 
 def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
