@@ -36,7 +36,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
 )
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 from mtptrain.planning.costs import target_costs
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.flops import matmul_peak

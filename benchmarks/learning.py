@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.store import HiddenStore
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.settings.heads import Eagle3Config
 from mtptrain.utils.errors import UserError
 

@@ -18,7 +18,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles

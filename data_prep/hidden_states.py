@@ -46,7 +46,7 @@ from mtptrain.hidden_states.stream import (
 )
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.init_from.draft_model import check_start
-from mtptrain.run import Run, become_cpu_ranks
+from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles

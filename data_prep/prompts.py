@@ -32,7 +32,7 @@ from mtptrain.data.prompt_files import (
     name_hash,
     unused_token,
 )
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
 from mtptrain.training.batches import draft_spans

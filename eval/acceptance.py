@@ -42,7 +42,7 @@ from mtptrain.engines.table import engine_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model, trained_or_initial_head
-from mtptrain.run import Run, become_cpu_ranks
+from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES
 from mtptrain.target.loading import load_target

@@ -27,7 +27,7 @@ from mtptrain.heads.files import (
     stored_config,
 )
 from mtptrain.init_from.start import load_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.training.validation import Validated, Validation, measured_with
 from mtptrain.utils.distributed import Ranks, init_ranks

@@ -12,7 +12,7 @@ from mtptrain.engines.exports import read_serving_facts
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import trained_or_initial_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 
 Prompts = Sequence[Sequence[int]]

@@ -23,7 +23,7 @@ from mtptrain.engines.base import RunningEngine, Served
 from mtptrain.engines.exports import README
 from mtptrain.engines.requests import Speeds, best_num_drafts
 from mtptrain.engines.table import running_engine
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import write_json, write_sealed, write_text
 from mtptrain.utils.masking import hide_passwords

@@ -33,7 +33,7 @@ from mtptrain.engines.base import RunningEngine
 from mtptrain.engines.requests import TOLERANCE, EngineCounts, EngineRun, Questions
 from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import RunHead, trained_or_initial_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target

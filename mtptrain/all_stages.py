@@ -46,7 +46,7 @@ from mtptrain.engines.table import check_exportable, has_format
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks

@@ -24,7 +24,7 @@ from mtptrain.engines.table import engine_of, format_for
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.init_from.start import trained_or_initial_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import as_words

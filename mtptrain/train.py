@@ -47,7 +47,7 @@ from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import check_one_start, load_init
 from mtptrain.planning.costs import step_flops
-from mtptrain.run import Run, become_cpu_ranks
+from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision, train_dtype
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts

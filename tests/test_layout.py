@@ -31,7 +31,7 @@ PARTS = [
     "hidden_states",
     "training",
     "init_from",
-    "run",
+    "run_dir",
     "planning",
     "train",
     "export",

@@ -28,7 +28,7 @@ from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.prompt_files import describe_refusals, group_refusals
 from mtptrain.data.rows import RowFormat
-from mtptrain.run import Run, become_cpu_ranks
+from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
 from mtptrain.target import generation

@@ -13,7 +13,7 @@ from data_prep.prompts import prepare_prompts
 from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.files import TargetFiles
 from mtptrain.training.batches import draft_spans, make_batch
 from mtptrain.utils.errors import UserError

@@ -18,7 +18,7 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions
 from mtptrain.engines.table import engine_of, running_engine
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import GenerationDefaults
 from mtptrain.target.loading import load_target

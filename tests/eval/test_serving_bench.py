@@ -14,7 +14,7 @@ from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import Answer, LoadResult
 from mtptrain.engines.table import running_engine
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError

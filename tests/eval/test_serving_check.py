@@ -14,7 +14,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.exports import read_serving_facts
 from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import running_engine
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config

@@ -27,7 +27,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.engines.vllm.client import find_python
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.init_from.start import trained_or_initial_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
 from mtptrain.training.checkpoint import finished_checkpoints

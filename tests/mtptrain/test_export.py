@@ -22,7 +22,7 @@ from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.store import ResponsesManifest
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from tests.conftest import make_config
 from tests.data_prep.responses.conftest import chat, respond, write_rows
 from tests.data_prep.speaking import make_speaking_target

@@ -12,7 +12,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.stream import missing_open_shards
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from tests.conftest import run_program, start_program

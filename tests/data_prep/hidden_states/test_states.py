@@ -13,7 +13,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.store import HiddenStore, find_damage
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target

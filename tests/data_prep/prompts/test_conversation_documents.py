@@ -8,7 +8,7 @@ from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import COUNTS, PromptsReport
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from tests.conftest import make_target
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output, read_texts
 

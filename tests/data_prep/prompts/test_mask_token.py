@@ -12,7 +12,7 @@ import torch
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.heads.files import save_head
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.settings.heads import DflashConfig, PeagleConfig
 from mtptrain.target.hub import DEMO_DIR
 from tests.data_prep.prompts.documents import ConfigFor, chat

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_texts
 

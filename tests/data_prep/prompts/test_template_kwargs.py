@@ -7,7 +7,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.prompt_files import PromptsManifest
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, chat, read_texts

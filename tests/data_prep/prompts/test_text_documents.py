@@ -9,7 +9,7 @@ import pytest
 from data_prep.prompts import main, prepare_prompts
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.files import write_json
 from tests.conftest import make_target, make_tokenizer

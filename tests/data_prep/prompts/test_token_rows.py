@@ -9,7 +9,7 @@ from datasets import Dataset
 from data_prep.prompt_sources import read_tokens
 from data_prep.prompts import prepare_prompts
 from mtptrain.data.conversation import ConversationRefused
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from tests.data_prep.prompts.documents import ConfigFor, read_output
 
 TOKENS = "prompts.source=tokens"

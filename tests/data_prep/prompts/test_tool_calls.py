@@ -6,7 +6,7 @@ from typing import Any
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import prepare_responses
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK

@@ -12,7 +12,7 @@ from data_prep.responses import server as completion_server
 from data_prep.responses.regenerate import prepare_responses
 from data_prep.responses.store import ResponsesManifest
 from mtptrain.config import PipelineConfig
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_config
 from tests.data_prep.hidden_states.stage import ONE_RANK

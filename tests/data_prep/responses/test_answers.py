@@ -17,7 +17,7 @@ from data_prep.responses.dialogue import Prompt, Sampling
 from data_prep.responses.target import generate
 from mtptrain.config import PipelineConfig
 from mtptrain.data.chat_template import render_prompt
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.generation import NEUTRAL
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import succeed

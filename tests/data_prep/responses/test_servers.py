@@ -15,7 +15,7 @@ from data_prep.responses import regenerate
 from data_prep.responses.regenerate import connect, prepare_responses, sampling_of
 from data_prep.responses.server import secrets_of
 from mtptrain.config import PipelineConfig, PromptSource
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError

@@ -11,7 +11,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
     residual_streams,
     token_budget_batches,
 )
-from mtptrain.run import Run
+from mtptrain.run_dir import Run
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import FAMILIES, make_config, make_target
