@@ -1,4 +1,4 @@
-"""Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`.
+"""Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`, or `mtptrain STAGE my.yaml [setting=value ...]`.
 
 `mtptrain run recipe=NAME` runs all that a recipe needs. `mtptrain compare` takes paths instead of settings. To use
 several GPUs for one stage, start `mtptrain` with torchrun:
@@ -19,7 +19,7 @@ def main() -> None:
     if stage in ("-h", "--help"):
         width = max(map(len, STAGES))
         lines = [f"  {name:<{width}}  {each.does}" for name, each in STAGES.items()]
-        print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
+        print("usage: mtptrain STAGE recipe=NAME|my.yaml [setting=value ...]", *lines, sep="\n")
         return
     with guarded_imports():  # after the help, which should not wait for Hydra
         from mtptrain.cli.program import run_stage

@@ -67,7 +67,12 @@ def main(config: PipelineConfig) -> None:
         print(f"\n==== {config.run_dir}", flush=True)
     if started_stage() == "plan":
         print_plan(config)
-        return
+    else:
+        run_stages(config, [*(x for x in sys.argv[1:] if x.startswith("hydra.searchpath=")), *hydra.overrides.task])
+
+
+def run_stages(config: PipelineConfig, overrides: Sequence[str]) -> None:
+    """Run all stages that the config needs, each of which composes the same config from these overrides."""
     stages = [each for each in stages_of(config) if each[0] != "export" or has_format(config.head.name)]
     outputs = {name: output_of(name, stage, config) for name, stage, _ in stages}
     print_stages(config, stages, is_planned=not all(output.is_file() for output in outputs.values()))
@@ -83,10 +88,10 @@ def main(config: PipelineConfig) -> None:
         else:
             print(f"\n== mtptrain {name}: {what_it_does(stage)}", flush=True)
             started = time.monotonic()
-            run_stage(name, hydra.overrides.task, num_ranks(name, runner, config))
+            run_stage(name, overrides, num_ranks(name, runner, config))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
         done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
-    print_summary(config, durations)
+    print_summary(config, durations, overrides)
 
 
 def check(config: PipelineConfig) -> None:
@@ -255,7 +260,7 @@ def what_it_does(stage: Stage) -> str:
     return stage.does.partition(" ")[2]  # without `1.` or `optional:`
 
 
-def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
+def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
     """Print how long each stage took, how well the head drafts, and where the report and the export are."""
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
     report = read_sealed(report_path, "run mtptrain acceptance again")
@@ -273,9 +278,9 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     if not has_format(config.head.name):
         print(f"no engine has a class for head {config.head.name}, so it is not exported")
         return
-    overrides = shlex.join(HydraConfig.get().overrides.task)
+    same = shlex.join(overrides)
     print(
         f"{export.parent} has the head, and its README.md the command that serves it. What an engine makes of it:\n"
-        f"  mtptrain serving-check {overrides}    # the engine's counters beside ours\n"
-        f"  mtptrain serving-bench {overrides}    # latency and tokens/s with and without drafts"
+        f"  mtptrain serving-check {same}    # the engine's counters beside ours\n"
+        f"  mtptrain serving-bench {same}    # latency and tokens/s with and without drafts"
     )

@@ -5,6 +5,7 @@ For the name of a setting that is not clear: Hydra advises to add an unknown set
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -35,33 +36,58 @@ REPLACED = {
 """What to do instead of giving settings of earlier versions, where a similar name does not say it."""
 
 
-def mistake(error: Exception, arguments: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a stage."""
+
+    overrides: list[str]
+    """Hydra's arguments. The settings of the YAML file come before those of the command line, which win."""
+    file: str | None = None
+    """The YAML file, if one is given."""
+    in_file: frozenset[str] = frozenset()
+    """The names of the settings that the file gives."""
+
+    def where(self, name: str) -> str:
+        """Returns the beginning of a message about a setting: the file, if the file gives it."""
+        is_in_file = any(f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for each in self.in_file)
+        return f"{self.file}: " if is_in_file else ""
+
+
+def mistake(error: Exception, arguments: Arguments) -> str:
     """Returns what is wrong with the arguments for which Hydra or OmegaConf raised `error`."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             return unknown_name(cause.full_key, arguments)
-        return f"{cause.full_key}: must have a valid value, but OmegaConf reports: {str(cause).splitlines()[0]}"
+        said = str(cause).splitlines()[0]
+        return (
+            f"{arguments.where(cause.full_key)}{cause.full_key}: must have a valid value, but OmegaConf reports: {said}"
+        )
     text = str(error).partition("\nSee https://hydra.cc")[0].partition("\nConfig search path:")[0]
     if isinstance(error, OverrideParseException):
         reason = one_line(text.removeprefix(f"Error parsing override '{error.override}'"))
-        return f"{hide_passwords(error.override)}: must be NAME=VALUE, but cannot be read ({reason})"
+        where = arguments.where(str(error.override).partition("=")[0])
+        return f"{where}{hide_passwords(error.override)}: must be NAME=VALUE, but cannot be read ({reason})"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        meant = get_close_matches(error.missing_cfg_file.rpartition("/")[2], error.options, n=1)
-        return f"{one_line(text)}; {advice(meant, 'choose one of them')}"
+        group, _, chosen = error.missing_cfg_file.partition("/")
+        otherwise = f"choose one of them, or set target.path={chosen}" if group == "target" else "choose one of them"
+        return (
+            f"{arguments.where(group)}{group}: must be one of {', '.join(error.options)}, but is {chosen}; "
+            f"{advice(get_close_matches(chosen, error.options, n=1), otherwise)}"
+        )
     return one_line(text)
 
 
-def unknown_name(name: str, arguments: Sequence[str]) -> str:
+def unknown_name(name: str, arguments: Arguments) -> str:
     """Returns that no setting has this name, and the names that were probably meant.
 
     These are a very similar name, or else settings of the same name in other sections, or else the most similar name.
     """
-    problem = f"{name}: must be the name of a setting, but no setting has this name; "
+    problem = f"{arguments.where(name)}{name}: must be the name of a setting, but no setting has this name; "
     for pattern, instead in REPLACED.items():
         if re.fullmatch(pattern, name):
             return problem + instead
-    names, last = setting_names(arguments), name.rpartition(".")[2]
+    names, last = setting_names(arguments.overrides), name.rpartition(".")[2]
     very_similar, similar = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
     meant = very_similar or [each for each in names if each.rpartition(".")[2] == last][:2] or similar
     free = f" (+{name}=VALUE adds a new one)" if name.startswith(OPEN_SECTIONS) else ""
@@ -74,7 +100,8 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 
 def setting_names(arguments: Sequence[str]) -> list[str]:
     """Returns the dotted names of all settings of the recipe and head that the arguments choose."""
-    for chosen in ([each for each in arguments if each.partition("=")[0] in CONFIG_GROUPS], ["recipe=quickstart"]):
+    choosing = CONFIG_GROUPS | {"hydra.searchpath"}
+    for chosen in ([each for each in arguments if each.partition("=")[0] in choosing], ["recipe=quickstart"]):
         try:
             with initialize_config_dir(RECIPES, version_base="1.3"):
                 composed = OmegaConf.to_container(compose("pipeline", chosen))

@@ -20,7 +20,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
+from mtptrain.cli.arguments import expanded, refuse_additions
+from mtptrain.cli.mistakes import Arguments, mistake
 from mtptrain.cli.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.hardware import announce_hardware
@@ -61,6 +62,8 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     itself shows its stack, with status 1.
     """
 
+    given = Arguments([])
+
     def task(cfg: DictConfig) -> None:
         try:
             run_dir = OmegaConf.select(cfg, "run_dir")
@@ -72,7 +75,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
                 announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
                 main(config)
             except (HydraException, OmegaConfBaseException) as error:
-                exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
+                exit_with_error(error, mistake(error, given), EXIT_MISTAKE)
 
     def after_ctrl_c(run_dir: str | None) -> str:
         stage = started_stage()
@@ -83,35 +86,25 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     warnings.showwarning = show_warning
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        given = set(sys.argv[1:])
+        given = expanded(sys.argv[1:])
+        sys.argv[1:] = given.overrides
         # argparse takes the beginning of an option, too
-        is_multirun = any(each == "-m" or (len(each) > 2 and "--multirun".startswith(each)) for each in given)
-        if given & {"--help", "-h"} and not any(argument.startswith("recipe=") for argument in given):
-            sys.argv.append("recipe=quickstart")  # help needs a composed config, and any recipe shows the settings
+        is_multirun = any(each == "-m" or (len(each) > 2 and "--multirun".startswith(each)) for each in sys.argv[1:])
         if is_multirun and started_stage() not in ("run", "plan"):
             raise UserError(
                 "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
                 "is given to another program; leave it out"
             )
-        refuse_additions(sys.argv[1:])
+        refuse_additions(given)
         with TemporaryDirectory() if is_multirun else nullcontext("") as sweep_dir:
             os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
             run()
     except KeyboardInterrupt:
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # some of Hydra's are OSErrors too
-        exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
+        exit_with_error(error, mistake(error, given), EXIT_MISTAKE)
     except OSError as error:  # Hydra could not create its directory
         exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
-
-
-def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises UserError if +NAME=VALUE adds a setting, which Hydra accepts but nothing reads."""
-    for argument in arguments:
-        name = argument.split("=")[0].lstrip("+")
-        is_open = name in CONFIG_GROUPS or name.startswith(OPEN_SECTIONS)
-        if argument.startswith("+") and not is_open and name not in setting_names(arguments):
-            raise UserError(unknown_name(name, arguments))
 
 
 def stage_command(stage: str, overrides: Sequence[str], num_ranks: int = 1) -> list[str]:

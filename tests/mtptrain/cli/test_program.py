@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.cli.program import refuse_additions
+from mtptrain.cli.arguments import expanded, refuse_additions
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import ROOT, run_ranks
@@ -21,9 +21,8 @@ MISTAKES = {
     "train.seed=1": f"train.seed: {NO_SETTING} did you mean seed or acceptance.seed?",
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "
     "(+deepspeed.steps=VALUE adds a new one)",
-    "head=mtpp": "In 'pipeline': Could not find 'head/mtpp' Available options in 'head': dflash dflash2 draft_model "
-    "dspark eagle eagle3 hydra medusa mtp native_mtp peagle; did you mean mtp?",
-    "prompts.paths=a": f"prompts.paths: {REPORTS} Invalid value assigned: str is not a ListConfig, list or tuple.",
+    "head=mtpp": "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, "
+    "native_mtp, peagle, but is mtpp; did you mean mtp?",
     "prompts.paths=[a": "prompts.paths=[a: must be NAME=VALUE, but cannot be read (no viable alternative at input "
     "'[a')",
     "serving.url=http://me:sesame@a/?key=sesame": "serving.url=http://***@a/?key=***: must be NAME=VALUE, but cannot "
@@ -78,7 +77,7 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
-    refuse_additions(["+prompts.roles.bot=assistant", "+prompts.template_kwargs.enable_thinking=false"])
-    refuse_additions(["+prompts.template_kwargs={enable_thinking: false}", "+deepspeed.steps=1"])
+    refuse_additions(expanded(["+prompts.roles.bot=assistant", "+prompts.template_kwargs.enable_thinking=false"]))
+    refuse_additions(expanded(["+prompts.template_kwargs={enable_thinking: false}", "+deepspeed.steps=1"]))
     with pytest.raises(UserError, match=r"prompts\.role\.bot: must be the name of a setting"):
-        refuse_additions(["+prompts.role.bot=assistant"])
+        refuse_additions(expanded(["+prompts.role.bot=assistant"]))
