@@ -49,7 +49,7 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1530,
-    "mtptrain/cli": 553,
+    "mtptrain/cli": 550,
     "mtptrain/data": 1129,
     "mtptrain/decoding": 1727,
     "mtptrain/engines": 4090,

@@ -20,12 +20,11 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, Arguments, advice, mistake, setting_names, unknown_name
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.heads import HEAD_CONFIGS
-from mtptrain.utils.errors import UserError, one_line
+from mtptrain.utils.errors import UserError, refusing
 
 LISTS = {
     f"{section.name}.{each.name}"
@@ -94,17 +93,15 @@ def settings_in(file: str) -> dict[str, Any]:
         near = get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
         meant = advice([str(path.parent / each) for each in near], "correct the path")
         raise UserError(f"{file}: must be a YAML file with settings, but there is no such file; {meant}")
-    try:
+    with refusing(f"{file}: must be YAML", "correct it", "OmegaConf"):
         loaded = OmegaConf.load(path)
         nested = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: must be YAML, but cannot be read ({one_line(str(error))}); correct it") from error
     if not isinstance(nested, dict):
         raise UserError(f"{file}: must hold settings such as `recipe: mtp`, but holds none; correct it")
     settings: dict[str, Any] = {}
     for section, value in nested.items():
         if isinstance(value, dict):
-            settings |= {f"{section}.{name}": each for name, each in value.items()}
+            settings |= {f"{section!s}.{name!s}": each for name, each in value.items()}
         elif value is not None:  # as where all lines of a section are comments
             settings[str(section)] = value
     return {"head" if name == "head.name" else name: value for name, value in settings.items()}

@@ -26,7 +26,7 @@ MISTAKES = {
     "recipe: mtp\ntrain: {lrr: 1}": f"my.yaml: train.lrr: {NO_SETTING} did you mean train.lr?",
     "recipe: mtp\ntrian: {lr: 1}": f"my.yaml: trian: {NO_SETTING} did you mean train?",
     "recipe: mtp\ntrain: {lr: fast}": "my.yaml: train.lr: must have a valid value, but OmegaConf reports: .* to Float",
-    "recipe: mtp\nrecipe: mtp": "my.yaml: must be YAML, but cannot be read (.*duplicate key.*); correct it",
+    "recipe: mtp\nrecipe: mtp": "my.yaml: must be YAML, but OmegaConf reports .*duplicate key.*; correct it",
     "- recipe": "my.yaml: must hold settings such as `recipe: mtp`, but holds none; correct it",
 }
 
