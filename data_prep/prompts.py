@@ -32,6 +32,7 @@ from mtptrain.data.prompt_files import (
     name_hash,
     unused_token,
 )
+from mtptrain.engines.table import engine_of
 from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
@@ -80,6 +81,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warnings.warn(difference, stacklevel=2)
+    if note := engine_of(run.config.export.engine).ends_note(run.target):
+        print(note)
 
     stage_dir = run.stage_dir("prompts")
     StageDir(stage_dir).record(run.config, "manifest.json")

@@ -37,7 +37,7 @@ from mtptrain.decoding.drafters import (
 from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.engines.base import Engine
+from mtptrain.engines.base import Applied, Engine
 from mtptrain.engines.table import engine_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
@@ -154,7 +154,13 @@ def served_settings(run: Run) -> dict[str, dict[str, Any]]:
         rows["as_served"] = {"temperature": run.config.acceptance.temperature, **penalties}
     sampled = {name: value for name, value in added.items() if name in ONLY_SAMPLED}
     is_sampled = generation.samples or "do_sample" not in engine.applies
-    if sampled and is_sampled and not engine.refused_for(generation):
+    fails = any(engine.how_applied(*each) is Applied.always_refused for each in generation.changes.items())
+    if (
+        (sampled or engine.applies.get("do_sample") is Applied.yes)
+        and is_sampled
+        and not fails
+        and not engine.refused_for(generation)
+    ):
         rows["as_served_sampled"] = {**engine.defaults, **sampled, **penalties}
     return rows
 

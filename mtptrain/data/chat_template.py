@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError, TemplateRuntimeError
+from jinja2.exceptions import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -52,6 +52,11 @@ def render_text(
         )
         text = str(rendered[0][0])
         text.encode()  # the tokenizer rejects lone surrogates
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the chat template, of chat_template.jinja or tokenizer_config.json, must be "
+            f"valid, but Jinja reports in line {error.lineno}: {error}; correct it, or download it again"
+        ) from error
     except TemplateError:
         raise
     except Exception as error:  # a template is an unknown program, so it may raise anything

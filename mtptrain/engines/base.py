@@ -41,7 +41,7 @@ class Applied(StrEnum):
 
 NOTES = {
     Applied.without_drafts: "{engine} does not apply {names}.",
-    Applied.always_refused: "It fails until {names} is removed from the file.",
+    Applied.always_refused: "{engine} fails until {names} is removed from the file, or mended.",
     Applied.yes: "{engine} applies {names} to each request that leaves it out, and then accepts another share of the "
     "drafts than with neutral requests.",
     Applied.refused: "With drafts it refuses sampled requests that leave out {names}.",
@@ -115,6 +115,16 @@ class Engine(ABC):
         """Returns what the target's files set that the engine reads."""
         return target.generation
 
+    def ends_of(self, target: TargetFiles) -> list[int]:
+        """Returns the tokens at which the engine ends an answer, as the target's files say."""
+        own, of_tokenizer = target.own_generation.eos_token_ids, as_ids(target.tokenizer.eos_token_id)
+        read = {"eos_token_ids": own, "tokenizer_eos_token_id": of_tokenizer}
+        return [token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens]
+
+    def how_applied(self, name: str, value: Any) -> Applied:
+        """Returns whether the engine applies a setting with this value."""
+        return self.applies.get(name, Applied.without_drafts)
+
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
         changes = generation.changes.items()
@@ -127,7 +137,9 @@ class Engine(ABC):
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
         sets = generation.changes
-        how = {name: self.applies.get(name, Applied.without_drafts) for name in sets}
+        if generation.samples and self.applies.get("do_sample") is Applied.yes:
+            sets = {"do_sample": True, **sets}
+        how = {name: self.how_applied(name, value) for name, value in sets.items()}
         named = {each: ", ".join(name for name in sets if how[name] is each) for each in NOTES}
         sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
         engine = f"{self.name} {self.version}"
@@ -137,17 +149,21 @@ class Engine(ABC):
         return " ".join(sentences) if sets else ""
 
     def ends_note(self, target: TargetFiles) -> str:
-        """Returns which ends of the target's files the engine does not read, so that it may write past them, if any."""
-        ends, own = target.generation.eos_token_ids, target.own_generation.eos_token_ids
-        read = {"eos_token_ids": own, "tokenizer_eos_token_id": as_ids(target.tokenizer.eos_token_id)}
-        known = {token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens}
-        missed = [token for token in ends if token not in known] if known else []
-        names = ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in missed)
-        return names and (
-            f"Answers end at {names} here and in vLLM, but {self.name} {self.version} does not take that end from the "
-            "target's files. Where it does not know the token by its name, it writes past it: send it as a stop, or "
-            f"let the tokenizer and {FILE} have the same ends."
+        """Returns at which tokens the engine and we end answers otherwise, as the target's files say; "" at none."""
+        ours, theirs = target.generation.eos_token_ids, self.ends_of(target) if self.applies else ()
+        engine, notes = f"{self.name} {self.version}", []
+        names = [
+            ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in some if token not in others)
+            for some, others in ((ours, theirs), (theirs, ours))
+        ]
+        if self.applies and names[0]:
+            notes.append(f"Answers end at {names[0]} here and in vLLM, but {engine} writes past it: send it as a stop.")
+        if names[1]:
+            notes.append(f"{engine} ends answers at {names[1]} too, after which they go on here and in vLLM.")
+        mend = (
+            f"To mend it, let the tokenizer, config.json and {FILE} name the same ends, and convert the target again."
         )
+        return " ".join([*notes, mend] if notes else [])
 
     def note_for_this_machine(self) -> str:
         """Returns what the command of a README needs on this machine beside the engine; "" for nothing."""

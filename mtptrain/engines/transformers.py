@@ -108,13 +108,19 @@ class Transformers(Engine):
         },
         **{"num_return_sequences": Applied.refused} | dict.fromkeys(REFUSED, Applied.always_refused),
     }
-    defaults = {"temperature": 0.0}  # noqa: RUF012
+    defaults = {"temperature": 1.0, "top_k": 50}  # noqa: RUF012 (if do_sample is true; else it is greedy)
     sampling = {"order": ("temperature", "top_k", "top_p", "min_p")}  # noqa: RUF012
 
     def read_by(self, target: TargetFiles) -> GenerationDefaults:
         """Returns the settings without those of sampling, unless do_sample is true: transformers is greedy without."""
         own = target.generation
         return own if own.do_sample else replace(own, temperature=None, top_p=None, top_k=None, min_p=None)
+
+    def how_applied(self, name: str, value: Any) -> Applied:
+        """Returns whether `generate` applies a setting, or fails, as with a whole number for some."""
+        must_be_float = name in ("temperature", "repetition_penalty")
+        fails = must_be_float and (value == 0 or not isinstance(value, float))
+        return Applied.always_refused if fails else super().how_applied(name, value)
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

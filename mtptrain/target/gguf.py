@@ -40,7 +40,7 @@ from mtptrain.utils.files import publish, read_json, save_tensors, sync, write_j
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
 SUFFIX = ".gguf"
-FORMAT = 4
+FORMAT = 5
 """Raised when the same GGUF file would be translated into another model directory."""
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
@@ -111,9 +111,15 @@ SAMPLING = {**SAMPLED_BY, "penalty_repeat": "repetition_penalty"}
 """Keys of `general.sampling` and their names in generation_config.json; others, such as mirostat, keep theirs."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
-    *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|end_of_text|>", "<end_of_utterance>", "<|flush|>"),
+    *("<|calls|>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),  # noqa: RUF001
 )
 """Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp)."""
+NO_ENDS = (
+    *(("<|end|>", {"<|return|>", "<|call|>"}), ("<|end|>", {"<|return|>", "<|calls|>"})),
+    *(("<|end|>", {"<|flush|>", "<|call|>"}), ("<|end|>", {"<|flush|>", "<|calls|>"}), ("</s>", {"<|tool_response>"})),
+)
+"""Those at which it does not stop if the vocabulary has certain others."""
 
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 2**25, 4096, 4096
 
@@ -241,6 +247,13 @@ def adds_token(metadata: Mapping[str, Any], name: str) -> bool:
     model, split = metadata.get(f"{TOKENIZER}model"), metadata.get(f"{TOKENIZER}pre")
     by_default = {"bos": model == "llama" or split in WHOLE_WORDS_FIRST, "eos": model == "t5"}
     return bool(metadata.get(f"{TOKENIZER}add_{name}_token", by_default[name]))
+
+
+def ends_of(vocabulary: Mapping[str, int], named: Sequence[int]) -> list[int]:
+    """Returns the tokens at which llama.cpp ends an answer: those that keys name, and those that it knows by text."""
+    ends = dict.fromkeys([*named, *(vocabulary[text] for text in END_TOKENS if text in vocabulary)])
+    others = {vocabulary[text] for text, beside in NO_ENDS if text in vocabulary and beside <= vocabulary.keys()}
+    return [token for token in ends if token not in others]
 
 
 def _check_settings(header: GGUFHeader) -> None:
@@ -387,11 +400,11 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
     try:
         temporary.mkdir()
         settings = header.section(TOKENIZER)
-        ends = [settings[key] for key in END_IDS if key in settings]
-        ends += [token for token, text in enumerate(settings["tokens"]) if text in END_TOKENS]
+        named = [settings[key] for key in END_IDS if key in settings]
+        ends = ends_of({text: token for token, text in enumerate(settings["tokens"])}, named)
         tokens = {
             "bos_token_id": settings.get("bos_token_id"),
-            "eos_token_id": list(dict.fromkeys(ends)) or None,
+            "eos_token_id": ends or None,
             "pad_token_id": settings.get("padding_token_id"),
         }
         config.update(tokens)

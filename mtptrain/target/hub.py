@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
@@ -24,6 +27,17 @@ MASK_EMBEDDING = "mask_embedding.pt"
 
 INDEX = "model.safetensors.index.json"
 """The file of a sharded checkpoint that names the file of each tensor."""
+
+CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "special_tokens_map.json", CONFIG_FILE, "added_tokens.json", "vocab.json"),
+    *("chat_template.json", "chat_template.jinja", "merges.txt"),
+)
+TYPES: Mapping[str, tuple[type | UnionType, str]] = {
+    **{f"{name}_token": (str, "a text") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
+    **{"tokenizer_class": (str, "a text"), "model_max_length": (int | float, "a number")},
+}
+"""What the values of a tokenizer's settings must be. Those of tokens may also be objects with a `content`."""
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
@@ -71,7 +85,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     A class in the checkpoint's own code is refused: without that code, transformers might choose another class, which
     would give other tokens.
     """
-    path = target_dir / "tokenizer_config.json"
+    path = target_dir / CONFIG_FILE
     settings = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
     name = settings.get("tokenizer_class")
     if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
@@ -79,10 +93,31 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
             f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
             f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
         )
-    with refusing(f"{target_dir}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
-        tokenizer("a")  # reads settings, such as model_max_length, that loading does not
+    try:
+        with refusing(f"{target_dir}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
+            tokenizer("a")  # reads settings, such as model_max_length, that loading does not
+    except UserError:
+        name_damaged_file(target_dir)
+        raise
     return tokenizer
+
+
+def name_damaged_file(target_dir: Path) -> None:
+    """Raises UserError for the first file of a tokenizer that is damaged, if one is."""
+    for path in (each for name in TOKENIZER_FILES if (each := target_dir / name).is_file()):
+        must_be = "an object of JSON" if path.suffix == ".json" else "text"
+        with refusing(f"{path}: must be {must_be} in UTF-8, without a byte order mark", DOWNLOAD_AGAIN, "Python"):
+            text = path.read_text(encoding="utf-8")
+            content = dict(json.loads(text)) if path.suffix == ".json" else {}
+        for key, value in content.items() if path.name in (CONFIG_FILE, TOKENIZER_FILES[1]) else ():
+            kind, words = TYPES.get(key, (object, ""))
+            stored = value.get("content") if isinstance(value, dict) and kind is str else value
+            if value is not None and not isinstance(stored, kind):
+                raise UserError(f"{path}: {key} must be {words}, but is {value!r}; {DOWNLOAD_AGAIN}")
+        if path.name == "tokenizer.json":
+            with refusing(f"{path}: must be readable by tokenizers", DOWNLOAD_AGAIN, "tokenizers"):
+                Tokenizer.from_file(str(path))
 
 
 def weight_files(target_dir: Path) -> list[Path]:

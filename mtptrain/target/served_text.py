@@ -6,7 +6,6 @@ the template of transformers' processor, which prefers `chat_template.json` to b
 """
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
 
@@ -15,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, adds_token, read_header
+from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
+from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
-READERS = {CONFIG: f"llama.cpp's converter (gguf {version('gguf')})", LEGACY: "processors of targets with images"}
+READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with images"}
 """Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
 
@@ -54,21 +54,27 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"{target.directory}: all servers should find the chat template of {ours}, but {READERS[CONFIG]} takes "
             f"none, as for `chat_template: null` in {CONFIG}; remove such a key, and keep the template in {JINJA}"
         )
-    # 2. Compare what precedes a chat, and what follows its prompt.
-    tokenizer, bos = target.tokenizer, target.tokenizer.bos_token
-    _, added, end = _added(target)
-    chat = _rendered(tokenizer, {"role": "user", "content": "a"})
-    if chat and bos is not None and added["bos"] and not chat.startswith(bos):
-        yield (
-            f"{target.directory}: chats should begin with {bos}, as texts do, but the chat template does not write it: "
-            "they begin without it here, in vLLM and in SGLang, but llama-server adds it; correct the template, or "
-            f"start llama-server with {OVERRIDE.format('bos', 'false')}"
-        )
-    if added["eos"]:
+    # 2. Compare what llama-server makes of a chat, which gives its own tokens to the template, and adds them itself.
+    tokenizer, llama = target.tokenizer, llama_tokens(target)
+    bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
+    messages = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for chat in (messages[:1], messages):
+        ours, theirs = _rendered(tokenizer, *chat), _rendered(tokenizer, *chat, bos_token=bos, eos_token=eos)
+        if llama.adds["bos"]:
+            theirs = bos + theirs.removeprefix(bos)
+        if ours and ours != theirs:
+            mend = f"name the same bos_token and eos_token in {CONFIG}, in config.json and in the GGUF file"
+            if llama.adds["bos"] and theirs == bos + ours:
+                mend = f"correct the template, or start llama-server with {OVERRIDE.format('bos', 'false')}"
+            yield (
+                f"{target.directory}: llama-server should make the same text of a chat as the tokenizer, and so vLLM "
+                f"and SGLang, but makes {theirs!r} of one that is {ours!r} here; {mend}"
+            )
+            break
+    if llama.adds["eos"]:
         yield (
             f"{target.directory}: an answer should follow the prompt of a chat at once, as here, in vLLM and in SGLang,"
-            f" but llama-server adds {end} to the prompt; start it with "
-            f"{OVERRIDE.format('eos', 'false')}"
+            f" but llama-server adds {eos} to the prompt; start it with {OVERRIDE.format('eos', 'false')}"
         )
 
     # 3. Find out whether servers end an answer where the template does.
@@ -102,50 +108,39 @@ def _templates(stored: Any) -> tuple[str, str]:
     return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str]) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **variables: str) -> str:
     """Returns a chat as text; "" if the template, which is an unknown program, wants other messages."""
     try:
-        return str(tokenizer.apply_chat_template([*messages], tokenize=False))
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **variables))
     except Exception:
         return ""
 
 
-def _added(target: TargetFiles) -> tuple[dict[str, bool], dict[str, bool], str]:
-    """Returns whether BOS and an end are added to a text by the tokenizer, and so by vLLM and SGLang, and by
-    llama-server, and which end that is.
-
-    llama-server does as the GGUF file says, or as its converter writes into it.
-    """
-    tokenizer = target.tokenizer
-    ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
-    ours: dict[str, bool] = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1:] != plain[-1:]}
-    end = str(tokenizer.decode([ids[-1]]) if ours["eos"] else tokenizer.eos_token)
-    if target.gguf is not None and target.gguf.is_file():
-        metadata = read_header(target.gguf).metadata
-        return ours, {name: adds_token(metadata, name) for name in ours}, end
-    # By the converter of b11434, which takes the post-processor's word where a setting denies it, unlike gguf 0.19.0.
-    settings = read_json(path) if (path := target.directory / CONFIG).is_file() else {}
-    return ours, {name: adds or settings.get(f"add_{name}_token") is True for name, adds in ours.items()}, end
-
-
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
     """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
-    tokenizer, (added, by_llama_server, end) = target.tokenizer, _added(target)
-    if by_llama_server["bos"] != added["bos"]:
-        does = ["does not add", "adds"]
+    tokenizer, llama = target.tokenizer, llama_tokens(target)
+    ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), 0)
+    first, last = ids[:start], ids[start + len(plain) :]
+    if llama.first != first:
+        ours, theirs = (repr(tokenizer.decode(each)) if each else "no token" for each in (first, llama.first))
+        override = OVERRIDE.format("bos", str(bool(first)).lower())
+        if first and first != [llama.ids["bos"]]:
+            override += f" and --override-kv {TOKENIZER}bos_token_id=int:{first[0]}"
         yield (
-            f"{target.directory}: llama-server should begin texts as the tokenizer does, and so vLLM and SGLang, but "
-            f"{does[by_llama_server['bos']]} {tokenizer.bos_token or 'a BOS'}, which the tokenizer {does[added['bos']]}"
-            f"; start llama-server with {OVERRIDE.format('bos', str(added['bos']).lower())}"
+            f"{target.directory}: llama-server should begin texts with {ours}, as the tokenizer, and so vLLM and "
+            f"SGLang, but begins them with {theirs}; start it with {override}"
         )
-    sides = {"vLLM and SGLang, as the tokenizer does": added, "llama-server": by_llama_server}
-    if enders := ", and ".join(name for name, side in sides.items() if side["eos"]):
+    sides = {"vLLM and SGLang, as the tokenizer does": last, "llama-server": llama.adds["eos"]}
+    if enders := ", and ".join(name for name, side in sides.items() if side):
+        end = tokenizer.decode(last or [llama.ids["eos"]])
         yield (
             f"{target.directory}: the text of a prompt should end without {end}, as documents go on "
             f"after it, but it is added by {enders}; correct the post-processor in tokenizer.json, start "
             f"llama-server with {OVERRIDE.format('eos', 'false')}, or give prompts as token ids"
         )
-    expected, bos_id = int(added["bos"]), tokenizer.bos_token_id
+    bos_id = tokenizer.bos_token_id
+    expected = first.count(bos_id)
     num_bos = [sum(1 for _ in takewhile(lambda token: token == bos_id, ids[:2])) for ids in documents]
     for number in {*num_bos} - {expected}:
         yield (

@@ -57,6 +57,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("llama_cpp", sampled | PENALTY, {}),
         ("openvino", PENALTY, {}),
         ("transformers", sampled, {"as_served_sampled": sampled_row}),
+        ("transformers", {"do_sample": True}, {"as_served_sampled": {"temperature": 1.0, "top_k": 50}}),  # its defaults
+        ("transformers", sampled | {"temperature": 2}, {}),  # a whole number, with which it fails
         ("transformers", sampled | {"typical_p": 0.5}, {}),  # a rule that our sampler does not have
     ]
     for engine, generation, expected in cases:
@@ -78,7 +80,16 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     note = engine_of("transformers").defaults_note(
         GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
     )
-    assert "applies num_beams to each" in note and "It fails until stop_strings is removed from the file." in note
+    assert "applies num_beams to each" in note and "fails until stop_strings is removed from the file, or" in note
+    for sampling, said in (
+        ({"temperature": 0.0}, ""),
+        ({"temperature": 0.0, "do_sample": True}, "fails until temperature is"),
+        ({"repetition_penalty": 2}, "fails until repetition_penalty is"),
+        ({"do_sample": True}, "sets do_sample True. transformers 5.23 applies do_sample to each"),
+    ):
+        own = run_with(target, "transformers", **sampling).target
+        note = engine_of("transformers").defaults_note(engine_of("transformers").read_by(own))
+        assert said in note and bool(said) is bool(note), (sampling, note)
     greedy = run_with(target, "transformers", do_sample=False, temperature=0.7, repetition_penalty=1.05).target
     assert engine_of("transformers").read_by(greedy).sampling == {"repetition_penalty": 1.05}
     other = run_with(target, "vllm", eos_token_id=[3]).target

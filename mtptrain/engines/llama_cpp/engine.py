@@ -34,6 +34,7 @@ from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import GenerationDefaults
 from mtptrain.target.gguf import require_same_sizes
+from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import UserError
 
 DEFAULT_SERVER = CHECKOUT / ".engines" / "llama_cpp" / "bin" / "llama-server"
@@ -110,6 +111,9 @@ class LlamaCpp(RunningEngine):
     def read_by(self, target: TargetFiles) -> GenerationDefaults:
         """Returns the settings of the target's GGUF file, or without one those that the converter would write."""
         return target.generation if target.gguf is None else target.gguf_generation
+
+    def ends_of(self, target: TargetFiles) -> list[int]:
+        return llama_tokens(target).ends
 
     def find_program(self, serving: ServingConfig) -> Path:
         return find_llama_server(serving.program)

@@ -116,7 +116,24 @@ IN_CONFIG: Cases = [
 ]
 IN_TOKENIZER: Cases = [
     (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
-    (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
+    (
+        write("chat_template.jinja", GARBAGE),
+        r"target/chat_template\.jinja: must be text in UTF-8, .* UnicodeDecodeError",
+    ),
+    (
+        write("tokenizer.json", b'{"version": "1.0", "model":'),
+        r"target/tokenizer\.json: must be an object of JSON in UTF-8",
+    ),
+    (change("tokenizer.json", model={"type": "x"}), r"target/tokenizer\.json: must be readable by tokenizers, but"),
+    (write("special_tokens_map.json", b"[1]"), r"target/special_tokens_map\.json: must be an object of JSON in UTF-8"),
+    (
+        change("tokenizer_config.json", eos_token=5),
+        r"target/tokenizer_config\.json: eos_token must be a text, but is 5;",
+    ),
+    (
+        change("tokenizer_config.json", model_max_length="x"),
+        r"tokenizer_config\.json: model_max_length must be a number",
+    ),
     (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class="Evil"), f"{OWN_CLASS} 'Evil'"),
     (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class=None), OWN_CLASS),
 ]

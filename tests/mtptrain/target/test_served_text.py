@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR
@@ -19,7 +19,7 @@ from tests.gguf_files import write_gguf
 A, B = "{{ bos_token }}{{ messages[0].content }}", "<<{{ messages[0].content }}"
 NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
-GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", "llama-server adds it"
+GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", r"but makes '<\|end.*bool:false"
 END_ADDED = r"llama-server adds <\|end\|> to the prompt; .*add_eos_token=bool:false"
 ENDING = {"an EOS of a GGUF file", "an EOS of the tokenizer", "another end of the tokenizer"}
 CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, what puts BOS before texts, what is said
@@ -42,7 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
     "an EOS of the tokenizer": ({JINJA: A}, "", [END_ADDED]),
     "another end of the tokenizer": ({JINJA: A}, "", ["llama-server adds <user> to the prompt;"]),
-    "an EOS of a GGUF file": ({JINJA: A, GGUF: A}, "", [END_ADDED]),
+    "an EOS of a GGUF file": ({JINJA: A, GGUF: A}, "", ["llama-server adds <user> to the prompt;"]),
+    "a BOS of config.json alone": ({JINJA: A}, "config.json", [r"makes '<\|end\|>a' of one that is 'a' here; name"]),
+    "another BOS in a GGUF file": ({JINJA: A, GGUF: A}, "", [r"makes '<user>a' of one that is '<\|end\|>a' here;"]),
+    "a BOS without the post-processor": ({JINJA: B}, "a setting beside a post-processor", []),
     "an end of a turn": ({JINJA: A + "{{ messages[-1].content }}<|end|>"}, "", []),
     "another token": ({JINJA: A + "{{ messages[-1].content }}<user>"}, "", ["'<user>', .*; add 258 to eos_token_id"]),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
@@ -68,6 +71,14 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
     del settings["chat_template"]  # null
     if adds_bos == "a post-processor that a setting denies":
         settings["add_bos_token"] = False
+    if adds_bos == "a setting beside a post-processor":  # for which the converter passes over the setting
+        tokenizer.backend_tokenizer.post_processor = ByteLevel()
+        tokenizer.save_pretrained(tmp_path)
+        settings["add_bos_token"] = True
+    if adds_bos == "config.json":
+        del settings["bos_token"]
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 256}))
     (tmp_path / TOOLS).parent.mkdir()
     for name, template in ({CONFIG: ()} | templates).items():
         own = {} if template == () else {"chat_template": template}
@@ -78,7 +89,11 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
             f"tokenizer.ggml.add_{name}_token": value
             for name, value in (("bos", adds_bos == GGUF), ("eos", case in ENDING))
         }
-        write_gguf(gguf, tiny_target, settings={"tokenizer.chat_template": templates[GGUF], **added})
+        added |= {
+            "tokenizer.chat_template": templates[GGUF],
+            "tokenizer.ggml.bos_token_id": 258 if "another BOS" in case else 256,
+        }
+        write_gguf(gguf, tiny_target, settings=added | ({"tokenizer.ggml.eos_token_id": 258} if "EOS" in case else {}))
     found = list(chats_elsewhere(TargetFiles(tmp_path, given_gguf=str(gguf) if GGUF in templates else None)))
     assert len(found) == len(said) and all(map(re.search, said, found)), found
 
@@ -100,8 +115,8 @@ def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(
     directory = make_target(tmp_path / "target")
     for pre, added, said in (
         ("gpt-2", {}, []),
-        ("gpt-2", {"bos": True}, ["but adds a BOS, which the tokenizer does not add; .*add_bos_token=bool:false"]),
-        ("llama-bpe", {}, ["but adds a BOS"]),  # by default
+        ("gpt-2", {"bos": True}, ["with no token, .* begins them with ','; .*add_bos_token=bool:false"]),
+        ("llama-bpe", {}, ["but begins them with"]),  # by default
         ("llama-bpe", {"bos": False, "eos": True}, [r"without <\|end\|>, .* is added by llama-server;"]),
     ):
         settings = {f"tokenizer.ggml.add_{name}_token": value for name, value in added.items()}
