@@ -108,7 +108,7 @@ def _templates(stored: Any) -> tuple[str, str]:
     return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **variables: str) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **variables: Any) -> str:
     """Returns a chat as text; "" if the template, which is an unknown program, wants other messages."""
     try:
         return str(tokenizer.apply_chat_template([*messages], tokenize=False, **variables))
