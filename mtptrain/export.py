@@ -22,7 +22,7 @@ from mtptrain.engines.exports import README, SERVING, export_dir
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import engine_of, format_for
 from mtptrain.heads.base import Head, Tensors
-from mtptrain.heads.files import build_head, first_misfit
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, first_misfit
 from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run_dir import Run
 from mtptrain.settings.evaluation import ExportDtype
@@ -80,6 +80,7 @@ def export(run: Run) -> None:
             "speculative_settings": form.speculative_settings,
             "holds_target": form.holds_target,
             "head_sha256": trained.sha256,
+            TARGET_WEIGHTS: run.target.weights_sha256,
         }
         own = ["config.json"] if form.has_config_json else []
         write_sealed(directory / SERVING, written, [*own, form.weights_name])

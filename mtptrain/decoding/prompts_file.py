@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,18 +74,31 @@ def read_prompts_file(
     check_is_file(path)
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
         raise UserError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
+    rows = ((f"{path}:{number}", row) for number, row in enumerate(read_json_rows(path), 1) if row is not BLANK)
+    prompts = prompts_of(str(path), rows, tokenizer, vocab_size, form)
+    if not prompts.input_ids:
+        raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
+    return prompts
+
+
+def prompts_of(
+    name: str,
+    rows: Iterable[tuple[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    form: RowFormat = ANY_SCHEMA,
+) -> Prompts:
+    """Returns the prompts of rows like those of `read_prompts_file`, each with its name for error messages."""
     prompts, num_twice = Prompts({}), 0
-    for number, content in enumerate(read_json_rows(path), 1):
-        if content is BLANK:
-            continue
-        row, messages, input_ids = _prompt_of(content, f"{path}:{number}", tokenizer, form)
+    for where, content in rows:
+        row, messages, input_ids = _prompt_of(content, where, tokenizer, form)
         prompt_id = str(next(row[name] for name in ID_COLUMNS if name in row))
         if prompt_id in prompts.input_ids:
-            raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
+            raise UserError(f"{where}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
         if outside:
             raise UserError(
-                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
+                f"{where}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
                 "tokenize the prompts for this target"
             )
         prompts.input_ids[prompt_id] = input_ids
@@ -98,12 +111,10 @@ def read_prompts_file(
             prompts.questions[prompt_id] = text_hash(messages[first]["content"])
     if num_twice and os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            f"{path}: text should not begin with {tokenizer.bos_token}, since the tokenizer puts it before, as servers "
+            f"{name}: text should not begin with {tokenizer.bos_token}, since the tokenizer puts it before, as servers "
             f"do, but that of {num_twice:,} prompts does; leave it out, or give chats as messages",
             stacklevel=2,
         )
-    if not prompts.input_ids:
-        raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
 
 

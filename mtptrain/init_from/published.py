@@ -141,9 +141,9 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
     return name
 
 
-def resolve_init(path: str) -> Path:
+def resolve_init(path: str, setting: str = "head.init_from") -> Path:
     """Returns the local directory of a head; a hub repository is downloaded if needed."""
-    return Path(path) if Path(path).exists() else resolve_target(path, setting="head.init_from")
+    return Path(path) if Path(path).exists() else resolve_target(path, setting=setting)
 
 
 def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Tensors:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,12 +15,14 @@ from transformers import PreTrainedConfig
 
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.data.identity import refuse_different_facts
+from mtptrain.engines.exports import SERVING
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.corrected import Confident
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (
     RESTORE,
+    TARGET_WEIGHTS,
     WEIGHTS,
     best_or_last,
     build_head,
@@ -32,14 +34,21 @@ from mtptrain.heads.files import (
 )
 from mtptrain.init_from.draft_model import read_draft_model
 from mtptrain.init_from.native_mtp import read_native_mtp
-from mtptrain.init_from.published import Published, check_values, effective_settings, read_published
+from mtptrain.init_from.published import Published, check_values, effective_settings, read_published, resolve_init
 from mtptrain.init_from.readers import Settings, num_differing_rows
-from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
+from mtptrain.settings.heads import (
+    HEAD_CONFIGS,
+    MAX_DEPTHS,
+    DraftModelConfig,
+    HeadConfig,
+    NativeMtpConfig,
+    config_of,
+)
 from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import resolve_target, weights_fingerprint
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, read_sealed
+from mtptrain.utils.files import file_sha256, read_json, read_sealed
 
 REPEATED = {
     r"embed_tokens\.weight": "embed_tokens",
@@ -50,9 +59,10 @@ REPEATED = {
 
 @dataclass(frozen=True)
 class RunHead:
-    """The head that a run evaluates and exports."""
+    """A head that can draft, such as the one that a run evaluates and exports."""
 
     head: Head
+    config: HeadConfig
     directory: Path  # from which the head was read
     sha256: str
     """Hash of the stored weights and of the calibration: it differs if either does."""
@@ -68,23 +78,81 @@ def trained_or_initial_head(
     A confidence is calibrated as validation found best. The dtype None keeps the stored one.
     """
     trained = best_or_last(train_dir)
-    start = None if (trained / "head.json").is_file() else config.init_from
-    path = trained if start is None else Path(start)
-    if start is None or (path / "head.json").is_file():
-        check_head_target(path, target)
-    if start is None:
-        file, depths, mode = path / "head.json", stored_config(path).ttt_steps, target.template_kwargs_json
-        advice = f"set head.ttt_steps={depths}, or train again"
-        refuse_different_facts(file, {"head.ttt_steps": config.ttt_steps}, {"head.ttt_steps": depths}, advice)
-        stored_mode = read_sealed(file, RESTORE).get("template_kwargs", mode)
-        advice = f"set {override_of(stored_mode)}"
-        refuse_different_facts(file, {"template_kwargs": mode}, {"template_kwargs": stored_mode}, advice)
-    directory, head = load_head(str(path), config, target, dtype, device)
-    sha256 = file_sha256(directory / WEIGHTS) if start is None else weights_fingerprint(directory)
+    if config.init_from is not None and not (trained / "head.json").is_file():
+        return _opened(config.init_from, config, target, dtype, device)
+    check_head_target(trained, target)
+    depths = {"head.ttt_steps": stored_config(trained).ttt_steps}
+    advice = f"set head.ttt_steps={depths['head.ttt_steps']}, or train again"
+    refuse_different_facts(trained / "head.json", {"head.ttt_steps": config.ttt_steps}, depths, advice)
+    return _opened_of_ours(trained, config, target, dtype, device)
+
+
+def open_head(
+    path: str, target: TargetFiles, dtype: torch.dtype | None, device: torch.device, kind: str | None = None
+) -> RunHead:
+    """Returns the head of a run, of an export or of others, with the settings that its files have.
+
+    `path` is a `run_dir`, the directory of a head, or a hub name. `kind` is the head's name in `HEADS` if files do not
+    say it: `native_mtp`, or `draft_model` for a language model.
+    """
+    directory = resolve_init(path, "head")
+    if (directory / "train").is_dir():
+        directory = best_or_last(directory / "train")
+        stored_config(directory)  # refuses a run without a head
+    if (directory / "head.json").is_file():
+        return _opened_of_ours(directory, stored_config(directory), target, dtype, device)
+    if kind is not None and kind not in HEAD_CONFIGS:
+        raise UserError(f"kind: must be one of {', '.join(HEAD_CONFIGS)}, but is {kind!r}; correct it")
+    config = HEAD_CONFIGS[kind or "mtp"](init_from=str(directory))
+    if not isinstance(config, DraftModelConfig | NativeMtpConfig):
+        config = _published_config(read_published(str(directory), target))
+    return _opened(str(directory), config, target, dtype, device)
+
+
+def _published_config(published: Published) -> HeadConfig:
+    """Returns the settings of a published head. If its files leave its depths open, it drafts as many as asked for."""
+    kind = HEADS[published.name].Config
+    config = config_of(kind, {name: values[0] for name, values in published.settings.items()}, published.directory)
+    is_open = kind.is_bound_to_depths and "ttt_steps" not in published.settings
+    return replace(config, ttt_steps=MAX_DEPTHS) if is_open else config
+
+
+def _opened_of_ours(
+    directory: Path, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
+) -> RunHead:
+    """Returns a head that a run trained, for the target and the mode of its chat template."""
+    mode = target.template_kwargs_json
+    stored_mode = read_sealed(directory / "head.json", RESTORE).get("template_kwargs", mode)
+    advice = f"set {override_of(stored_mode)}"
+    refuse_different_facts(directory / "head.json", {"template_kwargs": mode}, {"template_kwargs": stored_mode}, advice)
+    return _opened(str(directory), config, target, dtype, device, is_trained=True)
+
+
+def _opened(
+    path: str,
+    config: HeadConfig,
+    target: TargetFiles,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    is_trained: bool = False,
+) -> RunHead:
+    _refuse_other_target(Path(path), target)
+    directory, head = load_head(path, config, target, dtype, device)
+    sha256 = file_sha256(directory / WEIGHTS) if is_trained else weights_fingerprint(directory)
     if isinstance(head, Confident) and (calibration := stored_calibration(directory)) is not None:
         head.calibrate(*calibration)
         sha256 = hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
-    return RunHead(head, directory, sha256, is_trained=start is None)
+    return RunHead(head, config, directory, sha256, is_trained)
+
+
+def _refuse_other_target(directory: Path, target: TargetFiles) -> None:
+    """Refuse a head or an export of ours that was made for other weights than the target's."""
+    if (directory / "head.json").is_file():
+        check_head_target(directory, target)
+    elif (record := directory / SERVING).is_file():
+        expected, stored = {TARGET_WEIGHTS: target.weights_sha256}, read_json(record).get(TARGET_WEIGHTS)
+        if stored is not None:  # exports of earlier versions do not say it
+            refuse_different_facts(record, expected, {TARGET_WEIGHTS: stored}, "choose the head's own target")
 
 
 def check_one_start(config: HeadConfig) -> None:

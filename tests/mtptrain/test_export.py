@@ -83,6 +83,7 @@ def test_an_export_holds_all_that_serving_needs(
         "speculative_settings": {},
         "holds_target": False,
         "head_sha256": file_sha256(tmp_path / "run/train/best/head.safetensors"),
+        TARGET_WEIGHTS: weights_fingerprint(deep_target),
     }
     readme = (directory / "README.md").read_text()
     assert form.launch(str(deep_target), directory.resolve(), 3) in readme

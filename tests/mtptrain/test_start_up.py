@@ -65,6 +65,7 @@ def test_help_and_refusals_load_no_heavy_library(arguments: list[str], message: 
 def test_importing_the_library_changes_nothing_in_the_process() -> None:
     facts = "dict(os.environ), signal.getsignal(signal.SIGINT), set(threading.enumerate()), sys.excepthook"
     code = f"import os, signal, sys, threading; before = {facts}; import mtptrain; assert before == ({facts})"
+    code += f"; assert not {{*{(*HEAVY, 'hydra')}}} & set(sys.modules) and 'generate' in dir(mtptrain)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
