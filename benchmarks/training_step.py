@@ -11,6 +11,9 @@ candidates take turns:
 - two answers without and with prompts, from which the cost of a prompt token follows;
 - one document of increasing length, of which the last 1,024 or all tokens are supervised.
 
+`--loss-blocks 1536 0` has a head for a target as narrow as Gemma 3 270M, with its vocabulary of 262,144, in blocks of
+so many rows of logits; 0 chooses as in training. Their losses are beside them, and the CPU time of the process.
+
 Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
 Every row is also printed as a line of JSON.
 """
@@ -59,6 +62,9 @@ COLUMNS = {
     "MFU": ("mfu", ".3f"),
     "optimizer": ("optimizer_share", ".3f"),
     "MB": ("megabytes", ",.0f"),
+    "rows": ("chunk_rows", ",d"),
+    "CPU s": ("cpu_seconds", ".3f"),
+    "loss": ("loss", ".7f"),
 }
 
 
@@ -70,6 +76,8 @@ class Case:
     target: LlamaConfig
     documents: Sequence[tuple[int, int]]
     """Number of tokens in each document, and in its prompt."""
+    chunk_rows: int | None = None
+    """`train.loss_chunk_rows`, if it is compared."""
 
     def row(self, seconds: float, megabytes: float) -> Row:
         tokens = sum(length for length, _ in self.documents)
@@ -91,7 +99,10 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     ranks, dtype = init_ranks(config.distributed_timeout_hours), getattr(torch, train_dtype(config.deepspeed))
     config = replace(config, train=replace(config.train, micro_batches_per_step=1))
     measure = partial(measure_cases, config, ranks, options.repeats)
-    if options.is_8b:
+    if options.loss_blocks:
+        case = Case(MtpConfig(ttt_steps=3), gemma_270m(), [(272, 0)] * 2)
+        rows = measure(*(replace(case, chunk_rows=rows) for rows in options.loss_blocks))
+    elif options.is_8b:
         rows = [row for head in HEADS_8B for row in measure(Case(head, llama_8b(8), [(8192, 0)] * 2))]
     else:
         rows = rows_of_eagle3(measure, options)
@@ -136,6 +147,19 @@ def narrow_target(hidden_size: int, vocab_size: int = 4096) -> LlamaConfig:
     )
 
 
+def gemma_270m() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=262_144,
+        max_position_embeddings=32_768,
+    )
+
+
 def measure_cases(config: PipelineConfig, ranks: Ranks, repeats: int, *cases: Case) -> list[Row]:
     steps = [MeasuredStep(config, ranks, case) for case in cases]
     best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, repeats)
@@ -152,18 +176,21 @@ class MeasuredStep:
             head.d2t.zero_()
         self.dtype = getattr(torch, train_dtype(config.deepspeed))
         parts = random_parts(case.target, self.device, self.dtype)
-        self.trainer = Trainer(head, parts, config.train, config.deepspeed, 10_000, ranks)
+        settings = config.train if case.chunk_rows is None else replace(config.train, loss_chunk_rows=case.chunk_rows)
+        self.trainer = Trainer(head, parts, settings, config.deepspeed, 10_000, ranks)
         self.batch = random_batch(case, head)
-        for _ in range(3):  # torch.compile may compile twice: for fixed shapes, then for dynamic ones
+        self.cpu_seconds, self.loss = math.inf, float(self.trainer.step([self.batch]).sums[0].sum())
+        for _ in range(2):  # torch.compile may compile twice: for fixed shapes, then for dynamic ones
             self.seconds()
         self.megabytes = tensor_bytes(self.seconds, self.device) / 1e6
         self.trainer.clock.read()  # forgets these steps
 
     def seconds(self) -> float:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         self.trainer.step([self.batch])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.cpu_seconds = min(self.cpu_seconds, time.process_time() - cpu_started)
         return time.perf_counter() - started
 
     def row(self, seconds: float) -> Row:
@@ -171,8 +198,10 @@ class MeasuredStep:
             self.batch.packing
         )
         phases = self.trainer.clock.read()
-        more = {"mfu": flops / seconds / matmul_peak(self.device, self.dtype)}
+        more: Row = {"mfu": flops / seconds / matmul_peak(self.device, self.dtype)}
         more["optimizer_share"] = phases["optimizer"] / sum(phases.values())
+        if self.case.chunk_rows is not None:
+            more |= {"chunk_rows": self.case.chunk_rows, "cpu_seconds": self.cpu_seconds, "loss": self.loss}
         return self.case.row(seconds, self.megabytes) | more
 
 
@@ -198,6 +227,7 @@ def random_batch(case: Case, head: Head) -> Batch:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--8b", dest="is_8b", action="store_true", help="measure heads for an 8B Llama, on a GPU")
+    parser.add_argument("--loss-blocks", type=int, nargs="+", default=[], help="rows of blocks of logits to compare")
     parser.add_argument("--hidden-sizes", type=positive, nargs="+", default=[256, 512, 1024], help="multiples of 64")
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="tokens of a supervised step")
     parser.add_argument("--longest-tokens", type=positive, default=32_768, help="tokens of the longest document")

@@ -70,7 +70,7 @@ from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb
 from mtptrain.training.optimizer import warn_of_rate
 from mtptrain.training.summary import in_progress_bar, print_summary
-from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled, learning_rate
+from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled, learning_rate, warmup_of
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.utils.errors import UserError
@@ -98,7 +98,7 @@ def main(config: PipelineConfig) -> None:
     if progress.step < training.num_steps:
         sys.exit(EXIT_STOPPED)
     if ranks.is_first:
-        print_summary(training.stage_dir, progress)
+        print_summary(training.stage_dir, progress, config.train)
 
 
 @dataclass
@@ -185,6 +185,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         warn_of_other_schedule(checkpoint, config.train, num_steps)
     if ranks.is_first:
         announce_precision("deepspeed", train_dtype(config.deepspeed))
+        if (warmup := warmup_of(config.train, num_steps)) < config.train.warmup_steps:
+            print(f"train.warmup_steps: {warmup} of the {num_steps} steps, as train.warmup_share says", flush=True)
         StageDir(run.stage_dir("train")).record(run.config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.

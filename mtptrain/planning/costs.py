@@ -39,8 +39,9 @@ FROZEN = 2 / 3
 """The share that counts of a row which nothing trained makes: its matrix products have no gradient of the row."""
 KEPT = 0.8
 """The share of the inputs and outputs of matrices that autograd keeps: some share an input, and sums need no output."""
-BYTES_PER_LOGIT = {2: 40, 4: 28}
-"""Peak bytes of comparing a logit with the teacher, by the bytes of a logit."""
+BYTES_PER_LOGIT, BYTES_PER_LOGIT_GPU = {2: 30, 4: 28}, 40
+"""Peak bytes of comparing a logit with the teacher, by the bytes of a logit. On a GPU, the teacher's logits have to
+become probabilities too."""
 BYTES_PER_TEACHER_LOGIT = 14
 """Peak bytes of computing the softmax of the target's logits, before those of drafts exist."""
 PAIR_FLOPS = 14
@@ -104,7 +105,7 @@ def step_flops(head: Head, target_config: PreTrainedConfig, loss: LossSettings) 
 
 
 def activation_bytes(
-    head: Head, target_config: PreTrainedConfig, packing: Packing, width: int, loss: LossSettings
+    head: Head, target_config: PreTrainedConfig, packing: Packing, width: int, loss: LossSettings, on_gpu: bool
 ) -> int:
     """Returns the peak memory of a step over a packed micro-batch, without weights, gradients and frozen parts.
 
@@ -122,8 +123,10 @@ def activation_bytes(
     # 2. A block of the loss, with all depths if they share the teacher, and the gradient of a trained output layer.
     draft_vocab_size = vocab_size if output is None else len(output)
     num_together = depths if packing.depths_share_targets else 1
-    num_teachers = min(len(packing.draft_positions), max(1, loss.chunk_rows // num_together))
-    of_drafts = num_together * draft_vocab_size * BYTES_PER_LOGIT[width] + vocab_size * width
+    num_rows = loss.for_vocabulary(draft_vocab_size, vocab_size, num_together, on_gpu).chunk_rows
+    num_teachers = min(len(packing.draft_positions), max(1, num_rows // num_together))
+    per_logit = BYTES_PER_LOGIT_GPU if on_gpu else BYTES_PER_LOGIT[width]
+    of_drafts = num_together * draft_vocab_size * per_logit + vocab_size * width
     block = num_teachers * max(of_drafts, vocab_size * BYTES_PER_TEACHER_LOGIT)
     block += 0 if output is None else output.numel() * torch.float32.itemsize
     # 3. What autograd keeps of the layers; or with checkpointing their inputs, attention, and the rest of one of them.

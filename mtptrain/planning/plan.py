@@ -10,7 +10,9 @@ or `UNKNOWN_TOKENS`.
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token,
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
 from mtptrain.settings.planning import PlannerConfig
-from mtptrain.settings.precision import train_dtype
+from mtptrain.settings.precision import train_dtype, with_fp32_sums
 from mtptrain.target.families import read_target_config, routed_experts
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
@@ -44,6 +46,8 @@ UNKNOWN_TOKENS = 1_000_000
 """Number of tokens assumed if the recipe sets no limit and mtptrain prompts has not been run."""
 RECOMPUTING = 1.15
 """FLOPs of a step with activation checkpointing, relative to one without: 1.01 (`medusa`) to 1.26 (`dflash`)."""
+FEW_ROWS = 128
+"""`train.loss_chunk_rows` that a plan advises: with fewer rows, matrix products take longer."""
 
 EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
 """Shares of a GPU's published peak that extraction, that of a target with experts, whose small matrix products run far
@@ -70,7 +74,6 @@ class Plan:
         self.target = target_costs(self.target_config)
         with torch.device("meta"):
             self.head = build_head(config.head, self.target_config)
-        self.head.activation_checkpointing = config.train.activation_checkpointing
         self._count_documents()
         self._plan_disk(_free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes)
         self._plan_extraction(target_dir)
@@ -183,17 +186,17 @@ class Plan:
         """
         config, train, gpus = self.config, self.config.train, self.config.planner.num_gpus
         available = config.planner.gpu_memory_gb * 1e9
-        stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
-        self.dtype: torch.dtype = getattr(torch, train_dtype(config.deepspeed))
+        deepspeed = with_fp32_sums(config.deepspeed, max(1, train.micro_batches_per_step // gpus))
+        stage = int(deepspeed.get("zero_optimization", {}).get("stage", 0))
+        self.dtype: torch.dtype = getattr(torch, train_dtype(deepspeed))
         vocab_size, hidden_size = self.target_config.vocab_size, self.target_config.hidden_size
         num_tables = 1 if self.target_config.tie_word_embeddings else 2
         width, num_parameters = self.dtype.itemsize, sum(parameter.numel() for parameter in self.head.parameters())
         optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))  # two Adam moments, master weights
-        packing = self._micro_batch(self.longest_tokens)
-        activations = activation_bytes(self.head, self.target_config, packing, width, LossSettings.of(train))
+        activations = self._activations(width)
         self.memory = {
             "weights": num_parameters * width,
-            "gradients": num_parameters * width // (gpus if stage >= 2 else 1),
+            "gradients": num_parameters * (4 if "data_types" in deepspeed else width) // (gpus if stage >= 2 else 1),
             f"optimizer (ZeRO {stage})": optimizer // (gpus if stage >= 1 else 1),
             "frozen parts": hidden_size * (vocab_size * num_tables + 1) * width,
             "activations": activations,
@@ -224,7 +227,7 @@ class Plan:
         if training > available:
             self.warnings.append(
                 f"train.batch_tokens: training {must} {_gb(training)}, {_gb(activations)} of them for activations; "
-                "set train.activation_checkpointing=true, or lower it, prompts.max_document_tokens or head.ttt_steps"
+                f"{self._what_saves(width)}lower it, prompts.max_document_tokens or head.ttt_steps"
             )
         elif training + target > available:
             self.warnings.append(
@@ -237,6 +240,24 @@ class Plan:
                 f"acceptance.batch_tokens: validation {must} {_gb(held + validating)}, {used}; lower it or "
                 "acceptance.batch_size, or set train.validation_prompts=0"
             )
+
+    def _activations(self, width: int, **changed: Any) -> int:
+        """Returns the bytes of activations in training, for values of `width` bytes and with changed settings."""
+        train = replace(self.config.train, **changed)
+        self.head.activation_checkpointing = train.activation_checkpointing
+        on_gpu = self.config.planner.gpu_tflops > 0 or torch.cuda.is_available()
+        packing = self._micro_batch(self.longest_tokens)
+        return activation_bytes(self.head, self.target_config, packing, width, LossSettings.of(train), on_gpu)
+
+    def _what_saves(self, width: int) -> str:
+        """Returns the settings that save at least a tenth of the activations, with how much, before other advice."""
+        before = self._activations(width)
+        after = {
+            "train.activation_checkpointing=true": self._activations(width, activation_checkpointing=True),
+            f"train.loss_chunk_rows={FEW_ROWS}": self._activations(width, loss_chunk_rows=FEW_ROWS),
+        }
+        found = [f"{name} (saves {_gb(before - left)})" for name, left in after.items() if left < 0.9 * before]
+        return f"set {' or '.join(found)}, or " if found else ""
 
     def _check_steps(self) -> None:
         """Warn of settings of steps that do not fit the documents or the GPUs."""

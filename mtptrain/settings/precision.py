@@ -69,6 +69,18 @@ def train_dtype(deepspeed: dict[str, Any]) -> Dtype:
     return Dtype.bfloat16 if deepspeed.get("bf16", {}).get("enabled") else Dtype.float32
 
 
+def with_fp32_sums(config: dict[str, Any], num_accumulated: int) -> dict[str, Any]:
+    """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
+
+    One micro-batch and fp32 weights do not need this. ZeRO 1 becomes ZeRO 2, because with fp32 sums DeepSpeed passes no
+    gradients to the trainer's clipping in ZeRO 1; `data_types.grad_accum_dtype=bf16` prevents both.
+    """
+    if num_accumulated == 1 or not config.get("bf16", {}).get("enabled") or config.get("data_types"):
+        return config
+    in_zero_2 = {**config["zero_optimization"], "stage": 2}
+    return {**config, "zero_optimization": in_zero_2, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
 def resolve_acceptance_dtype(setting: Dtype, on_gpu: bool) -> Dtype:
     """Returns the dtype of validation and acceptance: as set, else bfloat16 on a GPU that has it, where engines use it
     too, and float32 on a CPU, where all counters then equal an engine's."""

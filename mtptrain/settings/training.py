@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from mtptrain.settings.loss import LossPart
-from mtptrain.utils.setting_bounds import at_least
+from mtptrain.utils.setting_bounds import at_least, share
 
 
 class OptimizerKind(StrEnum):
@@ -29,6 +29,10 @@ class TrainConfig:
     min_lr_ratio: float = at_least(0.0, default=0.1)
     """Final learning rate divided by the peak."""
     warmup_steps: int = at_least(0, default=50)
+    """The most steps over which the rate rises; a short run has fewer, as `warmup_share` says."""
+    warmup_share: float = share(default=0.1, hint="1 leaves all to warmup_steps")
+    """The largest share of a run's steps that is warm-up. A run of fewer than 100 steps has ten such steps, but at most
+    half of it."""
     max_steps: int = at_least(0, default=0)
     """Number of steps; 0 trains for `epochs` epochs."""
     epochs: int = at_least(1, default=1)
@@ -46,6 +50,9 @@ class TrainConfig:
     """The name of a `LossPart`, or a mix that gives parts their weights, as in `train.loss={ce:0.1,tv:0.9}`."""
     feature_weight: float = at_least(0.0, default=0.0)
     """Weight of the part `features` of the loss, in addition to the parts that `loss` names."""
+    loss_chunk_rows: int = at_least(0, default=0)
+    """Maximum number of rows in one block of logits, a row for each depth of a draft position. 0 chooses 1,536, or
+    fewer if the vocabulary is so large that a block would not fit in memory."""
     stream: bool = False
     """Train on shards while mtptrain hidden-states, started at the same time with the same settings, extracts them.
     Shards are deleted after use. Only one epoch is possible."""

@@ -47,6 +47,7 @@ OPTIMISATION_SETTINGS = (
     "lr",
     "min_lr_ratio",
     "warmup_steps",
+    "warmup_share",
     "batch_tokens",
     "micro_batches_per_step",
     "weight_decay",

@@ -1,7 +1,6 @@
 """Everything that depends on DeepSpeed's internals: its settings, gradients and optimizer state."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from deepspeed.utils import (
 )
 
 from mtptrain.heads.base import Head
+from mtptrain.settings.precision import with_fp32_sums
 from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
 from mtptrain.utils.errors import UserError, error_summary
 
@@ -112,6 +112,7 @@ def build_engine(
     prepare_single_process()
     # DeepSpeed would compile its shared-memory collectives on first use. gloo's are fast enough for a small head.
     __compatible_ops__["deepspeed_shm_comm"] = False
+    config = with_fp32_sums(config, num_accumulated)
     zero = config.get("zero_optimization", {})
     if is_partitioned(config):
         # The default gradient bucket takes a gigabyte even if the whole head fits into it. DeepSpeed's own norm copies
@@ -128,7 +129,7 @@ def build_engine(
             lr_scheduler=schedule,
             dist_init_required=True if ranks.world_size == 1 else None,
             config={
-                **with_fp32_sums(config, num_accumulated, ranks.is_first),
+                **config,
                 **bf16,
                 "zero_optimization": zero,
                 "train_micro_batch_size_per_gpu": 1,
@@ -146,26 +147,6 @@ def build_engine(
     if is_first_engine:  # DeepSpeed made a group of this process alone
         close_at_exit()
     return engine
-
-
-def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
-
-    One micro-batch and fp32 weights do not need this. ZeRO 1 cannot do it, because DeepSpeed then passes no gradients
-    to `GradientClipper`; with `warn` a warning says so.
-    """
-    if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
-        return config
-    if config["zero_optimization"]["stage"] == 2:
-        return {**config, "data_types": {"grad_accum_dtype": "fp32", **config.get("data_types", {})}}
-    if warn:
-        warnings.warn(
-            f"deepspeed.zero_optimization.stage: must be 2 to accumulate the gradients of {num_accumulated} "
-            "micro-batches per rank in fp32, but is 1, which accumulates them in bf16; set deepspeed=zero2, or start "
-            "as many ranks as there are micro-batches",
-            stacklevel=2,
-        )
-    return config
 
 
 class GradientClipper:

@@ -50,7 +50,8 @@ def training_losses(
     with clock.phase("loss"):
         # 3. Depth k of draft position t learns the target's distribution of token t + 2 + k, which follows from the
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.
-        together = num_depths if batch.packing.depths_share_targets else 1
+        together, output = num_depths if batch.packing.depths_share_targets else 1, head.output_weight(parts)
+        settings = settings.for_vocabulary(len(output), len(parts.lm_head), together, states.is_cuda)
         # The gradient of a split is a copy, so all depths together are not split.
         states_of = [states] if together == num_depths else states.split(together)
 
@@ -59,7 +60,7 @@ def training_losses(
             targets = (batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1)
             return DepthGroup(
                 states_of[first // together],
-                head.output_weight(parts),
+                output,
                 parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets],
                 parts.logits,
                 batch.is_draft[depths],

@@ -22,18 +22,31 @@ from mtptrain.training.loss_blocks import DepthGroup, Selected, blocks, compare,
 from mtptrain.training.loss_parts import Drafted, part_values
 from mtptrain.training.teacher import Teacher, teach
 
+MOST_ROWS = 1536
+"""The most rows of a block of logits."""
+MOST_LOGITS_CPU, MOST_LOGITS_GPU = 1536 * 49_152, 1536 * 163_840
+"""The most logits of a block, which has fewer rows with a vocabulary of more than 49,152 or 163,840 tokens. Comparing
+them takes up to 40 bytes of memory each without compilation, as on CPUs, and about 9 with it."""
+
 
 @dataclass(frozen=True)
 class LossSettings:
     mix: dict[LossPart, float] = field(default_factory=lambda: {LossPart.kl: 1.0})
     """The weight of each part, above 0."""
-    chunk_rows: int = 1536
-    """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
-    per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
+    chunk_rows: int = 0
+    """Maximum number of rows in one block of logits [rows, V]; 0 stands for what `for_vocabulary` chooses. A block
+    holds at least one draft position, with a row per depth. With `head.anchors_per_document`, a block holds rows of one
+    depth only."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
-        return cls(loss_mix(config.loss, config.feature_weight))
+        return cls(loss_mix(config.loss, config.feature_weight), config.loss_chunk_rows)
+
+    def for_vocabulary(self, draft_size: int, target_size: int, num_together: int, on_gpu: bool) -> "LossSettings":
+        """Returns these settings with a number of rows for the logits of drafts and, once for each `num_together` of
+        them, of the target."""
+        size, most = max(draft_size, target_size // num_together), MOST_LOGITS_GPU if on_gpu else MOST_LOGITS_CPU
+        return self if self.chunk_rows else replace(self, chunk_rows=max(1, min(MOST_ROWS, most // size)))
 
     @property
     def couples_depths(self) -> bool:

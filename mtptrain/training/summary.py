@@ -8,12 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.config import TrainConfig
 from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
+from mtptrain.training.trainer import warmup_of
 from mtptrain.utils.figures import shown
 
 MEASURED = ("tokens_per_s", "draft_positions_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
+
+GAIN = 1.05
+"""The acceptance length of a head that begins to gain something over plain decoding, which has 1."""
 
 
 def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
@@ -27,7 +32,7 @@ def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def print_summary(stage_dir: Path, progress: Progress) -> None:
+def print_summary(stage_dir: Path, progress: Progress, settings: TrainConfig) -> None:
     table = Table(title="mtptrain train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
     program = "mtptrain choose-head" if kept_heads(stage_dir) else "mtptrain acceptance"
@@ -38,6 +43,27 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     head_dir = best_or_last(stage_dir)
     Console().print(table)
     print(f"{head_dir.name} head: {head_dir}; metrics: {stage_dir / METRICS}")  # a table would cut off the paths
+    lengths = [record["acceptance_length"] for record in records if "acceptance_length" in record]
+    for warning in shortcomings(settings, progress.step, lengths):
+        print(f"WARNING {warning}")
+
+
+def shortcomings(settings: TrainConfig, num_steps: int, lengths: Sequence[float | None]) -> list[str]:
+    """Returns why a head of a finished run may not be worth serving, and what to do. `lengths` were measured; None
+    stands for a measurement whose rounds had no draft."""
+    more, found = "train on more text, or raise train.epochs (in another run_dir, or after removing this head)", []
+    if num_steps and warmup_of(settings, num_steps) >= num_steps:
+        found.append(
+            f"train.warmup_steps: must be fewer than the run's {num_steps:,} steps, but all of them were warm-up; "
+            f"lower train.warmup_share, or {more}"
+        )
+    best = max((length or 1.0 for length in lengths), default=GAIN)
+    if best < GAIN:
+        found.append(
+            f"train: acceptance length must be above {GAIN} for a head to gain anything over plain decoding, but is "
+            f"{best:.3f} after {num_steps:,} steps; {more}"
+        )
+    return found
 
 
 def best_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

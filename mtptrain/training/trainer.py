@@ -24,6 +24,9 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.figures import shares
 
+LEAST_WARMUP_STEPS = 10
+"""A smaller share of a run is not warm-up enough, unless it is half of the run."""
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -61,9 +64,7 @@ class Trainer:
         set_compilation(is_compiled(config.compile, ranks.device))
         optimizer = build_optimizer(head, config, ranks, self.dtype)
         self.clipper = GradientClipper(optimizer, config.max_grad_norm, is_partitioned(deepspeed_config), ranks)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_cosine(step, config.warmup_steps, num_steps, config.min_lr_ratio)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(config, step, num_steps))
         num_accumulated = config.micro_batches_per_step // ranks.world_size
         self.engine = build_engine(head, optimizer, schedule, deepspeed_config, num_accumulated, ranks)
 
@@ -166,7 +167,18 @@ def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 def learning_rate(settings: TrainConfig, step: int, num_steps: int) -> float:
     """Returns the learning rate at `step` (from 0) of a run of so many steps."""
-    return settings.lr * warmup_cosine(step, settings.warmup_steps, num_steps, settings.min_lr_ratio)
+    return settings.lr * rate_share(settings, step, num_steps)
+
+
+def rate_share(settings: TrainConfig, step: int, num_steps: int) -> float:
+    """Returns the learning rate at `step` (from 0) of a run of so many steps, as a share of its peak."""
+    return warmup_cosine(step, warmup_of(settings, num_steps), num_steps, settings.min_lr_ratio)
+
+
+def warmup_of(settings: TrainConfig, num_steps: int) -> int:
+    """Returns the number of steps of a run over which the learning rate rises."""
+    least = min(LEAST_WARMUP_STEPS, num_steps // 2)
+    return min(settings.warmup_steps, max(least, round(settings.warmup_share * num_steps)))
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:

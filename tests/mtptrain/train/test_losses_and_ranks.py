@@ -58,11 +58,10 @@ def test_ranks_and_zero_stages_give_the_same_losses(
 def test_bf16_trains_like_fp32_and_checkpoints_hold_plain_tensors_in_fp32(
     reference: Reference, fresh_run: Run, stage: int
 ) -> None:
-    """Checkpoints hold no pickles and no moments in bf16. ZeRO 2 adds the gradients of micro-batches in fp32."""
+    """Checkpoints hold no pickles and no moments in bf16. Nothing that nobody chose is warned of."""
     result = succeed("train", *fresh_run[1], *PLAIN_STEPS, f"deepspeed=zero{stage}")
     assert records(fresh_run[0])[-1]["loss"] == pytest.approx(reference.records[-1]["loss"], rel=0.02)
-    warning = "must be 2 to accumulate the gradients of 4 micro-batches per rank in fp32, but is 1"
-    assert (warning in result.stderr) == (stage == 1)
+    assert "deepspeed" not in result.stderr
     (folder,) = (fresh_run[0] / "train/checkpoints").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "state.safetensors"]
     state, head = load_file(folder / "state.safetensors"), load_file(fresh_run[0] / "train/last/head.safetensors")

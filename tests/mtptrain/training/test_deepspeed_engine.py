@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mtptrain.settings.precision import with_fp32_sums
 from mtptrain.training.deepspeed_engine import check_deepspeed, total_norm
 
 
@@ -17,6 +18,18 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
 
 def zero(stage: int, **settings: object) -> dict[str, object]:
     return {"zero_optimization": {"stage": stage, **settings}}
+
+
+def test_gradients_of_several_micro_batches_are_added_in_fp32_unless_bf16_is_asked_for() -> None:
+    bf16, of_fp32 = {"bf16": {"enabled": True}}, {"data_types": {"grad_accum_dtype": "fp32"}}
+    for stage in (1, 2):
+        assert with_fp32_sums(zero(stage) | bf16, 2) == zero(2) | bf16 | of_fp32
+        for config, num_accumulated in (
+            (zero(stage) | bf16, 1),
+            (zero(stage), 2),
+            (zero(stage) | bf16 | {"data_types": {"grad_accum_dtype": "bf16"}}, 2),
+        ):
+            assert with_fp32_sums(config, num_accumulated) == config
 
 
 NOT_SET = r"{}: must not be set, but is {}: {}.*; remove it"

@@ -6,7 +6,7 @@ import pytest
 
 from mtptrain.config import TrainConfig
 from mtptrain.train import warn_of_other_schedule
-from mtptrain.training.summary import best_rows
+from mtptrain.training.summary import best_rows, shortcomings
 from mtptrain.utils.files import write_sealed
 
 
@@ -26,6 +26,19 @@ def test_the_best_step_is_named_and_a_held_out_kl_that_rose_after_it() -> None:
         ),
     ):
         assert best_rows([*falling, *after]) == [best, *(("held-out KL of depth 0", text) for text in more)]
+
+
+def test_a_run_of_warm_up_alone_and_a_head_that_gains_nothing_say_what_to_do() -> None:
+    short = TrainConfig(warmup_steps=100, warmup_share=1.0)
+    for settings, num_steps, lengths, said in (
+        (TrainConfig(), 600, [1.0, 1.7], []),
+        (TrainConfig(), 600, [], []),
+        (TrainConfig(), 1, [1.0], ["but is 1.000 after 1 steps; train on more text"]),
+        (short, 17, [1.5, None], ["all of them were warm-up; lower train.warmup_share, or train on more text"]),
+        (short, 17, [None], ["train.warmup_steps: must be fewer than the run's 17 steps", "but is 1.000 after 17"]),
+    ):
+        found = shortcomings(settings, num_steps, lengths)
+        assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True))
 
 
 def test_a_run_that_resumes_with_another_number_of_steps_says_what_the_learning_rate_does(
