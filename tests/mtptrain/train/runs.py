@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtptrain import run as run_module
+from mtptrain import run_dir as run_module
 from mtptrain.train import prepare
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError

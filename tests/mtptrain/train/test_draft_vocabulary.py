@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtptrain import run as run_module
+from mtptrain import run_dir as run_module
 from mtptrain.data.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab
 from mtptrain.heads.files import build_head
 from mtptrain.target.frozen_parts import load_frozen_parts
