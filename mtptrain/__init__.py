@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         generate,
         load_head,
         load_target,
+        run,
     )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "generate",
     "load_head",
     "load_target",
+    "run",
 ]
 
 

@@ -153,6 +153,7 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     with the same settings, its own and theirs.
 
     A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
+    Nor does an export record that it was uploaded, so one with `export.hub` always runs.
     A folder that is a link belongs to another run. Later stages check what it holds. The stages before it were finished
     at `done_at`, in seconds since the epoch.
     """
@@ -162,7 +163,8 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     made_with_these = StageDir(output.parent).was_made_with(config, settings_of(name))
     is_made = stage_dir.is_symlink() or output.parent.is_symlink() or made_with_these
     is_new = output.is_file() and output.stat().st_mtime >= done_at
-    return is_new and is_made and (name != "choose-head" or chose_with(output, config))
+    is_uploaded = name != "export" or config.export.hub is None
+    return is_new and is_made and is_uploaded and (name != "choose-head" or chose_with(output, config))
 
 
 def chose_with(choice: Path, config: PipelineConfig) -> bool:

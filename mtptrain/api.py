@@ -1,9 +1,10 @@
-"""The Python interface: load a target and a head, generate with them, and measure acceptance.
+"""The Python interface: load a target and a head, generate, measure acceptance, and run the pipeline.
 
 `mtptrain` exports these names. They call what the programs call, so texts, counts and errors are those of the command
 line: input that cannot be used raises `UserError`, whose message is one line.
 """
 
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.cli.arguments import compose_config, flattened, override
+from mtptrain.cli.program import stage_command
 from mtptrain.config import AcceptanceConfig, Dtype, PromptsConfig, check_depths
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
@@ -42,6 +45,7 @@ __all__ = [
     "generate",
     "load_head",
     "load_target",
+    "run",
 ]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -183,6 +187,26 @@ def acceptance(
             "`mtptrain acceptance`, or give `messages`"
         )
     return summarise(_decode(target, head, list(read.input_ids.values()), chosen))
+
+
+def run(config: str | Path | Mapping[str, Any] | Sequence[str]) -> Path:
+    """Run all stages as `mtptrain run` does, in a process of its own, and return the `run_dir`.
+
+    `config` is the path of a YAML file, a dict of settings, nested or with dotted names, or a list of arguments of the
+    command line. Raises UserError for settings that are refused, and if a stage fails, after which the same call goes
+    on where it stopped.
+    """
+    if isinstance(config, Mapping):
+        arguments = [override(name, value) for name, value in flattened(config).items()]
+    else:
+        arguments = [str(config)] if isinstance(config, str | Path) else list(config)
+    run_dir = compose_config(*arguments).run_dir
+    code = subprocess.run(stage_command("run", arguments), check=False).returncode
+    if code:
+        raise UserError(
+            f"{run_dir}: mtptrain run must end with status 0, but ended with {code}; its last lines say why"
+        )
+    return Path(run_dir)
 
 
 def _settings(head: RunHead | None, given: Mapping[str, Any]) -> AcceptanceConfig:

@@ -6,6 +6,7 @@ the target's embeddings, final norm and lm_head, and the `report.json` of `mtptr
 `serving.json` for programs.
 
     mtptrain export recipe=quickstart export.engine=vllm
+    mtptrain export recipe=quickstart export.hub=USER/NAME  # also uploads it
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig, PromptSource
@@ -26,10 +28,12 @@ from mtptrain.heads.files import TARGET_WEIGHTS, build_head, first_misfit
 from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run_dir import Run
 from mtptrain.settings.evaluation import ExportDtype
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import as_words
+from mtptrain.target.hub import DEMO
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json, read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
@@ -53,6 +57,8 @@ def export(run: Run) -> None:
     form = format_for(config.export.engine, run.head, run.target.config, run.target.gguf)
     engine = engine_of(config.export.engine)
     engine.check_directory(output_dir, form)
+    if config.export.hub is not None:
+        engine.check_directory(Path("/", download_dir(config.export.hub)), form, "export.hub")
     dtype, chosen = None, config.export.dtype
     if chosen is not ExportDtype.auto:
         dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
@@ -86,6 +92,35 @@ def export(run: Run) -> None:
         write_sealed(directory / SERVING, written, [*own, form.weights_name])
     print(f"the reloaded head proposes the same {num_proposed:,} tokens")
     print(f"written to {output_dir}; its README.md says how to serve it")
+    if config.export.hub is not None:
+        print(f"uploaded to {upload(output_dir, config.export.hub)}")
+
+
+def download_dir(hub: str) -> Path:
+    """Returns the folder into which the README of a published export says to download it."""
+    return Path(hub.rpartition("/")[2])
+
+
+def upload(directory: Path, hub: str) -> str:
+    """Upload an export, and return its address. The hub keeps files that it has already, so a second try goes on."""
+    with refusing(
+        f"export.hub: the hub must take {hub}, which a token with the right to write there needs",
+        f"log in with `hf auth login` or correct the name; the export is kept in {directory}, and the same command "
+        "goes on with the upload",
+        "the hub",
+    ):
+        api = HfApi()
+        api.create_repo(hub, exist_ok=True)
+        api.upload_folder(repo_id=hub, folder_path=directory, commit_message="Upload a draft head by mtptrain")
+        return f"{api.endpoint}/{hub}"
+
+
+def model_card(config: PipelineConfig, target: TargetFiles) -> str:
+    """Returns the lines before the README of a published export, by which the hub files it."""
+    base_model = None if target.path == DEMO or Path(target.path).exists() else target.path
+    tags = ["speculative-decoding", "draft-model", config.head.name, str(config.export.engine)]
+    card = ModelCardData(base_model=base_model, library_name="mtptrain", pipeline_tag="text-generation", tags=tags)
+    return f"---\n{card.to_yaml()}\n---"
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
@@ -129,12 +164,16 @@ def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str
 def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mapping[str, Any]) -> str:
     config, engine, is_chat = run.config, engine_of(run.config.export.engine), run.config.prompts.source.is_chat
     served = form.target_name(run.target.name_for_engines)
-    launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
+    hub = config.export.hub
+    place = output_dir.resolve() if hub is None else download_dir(hub)
+    download = "" if hub is None else f"hf download {hub} --local-dir {place}\n"
+    launch = form.launch(served, place, config.acceptance.num_speculative_tokens)
     parts = [
+        *([] if hub is None else [model_card(config, run.target)]),
         f"# Draft head for `{config.target.path}`",
         f"Head `{config.head.name}` for {config.export.engine} {engine.version}, as "
         f"`{form.architecture}`. Other versions may read it differently.",
-        f"```\n{launch}\n```",
+        f"```\n{download}{launch}\n```",
         *filter(None, [engine.note_for_this_machine()]),
         measured,
         *([data_note(data, run.target.tokenizer)] if data else []),

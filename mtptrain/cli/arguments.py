@@ -87,7 +87,7 @@ def as_list(argument: str) -> str:
 
 
 def settings_in(file: str) -> dict[str, Any]:
-    """Returns the settings of a YAML file by dotted name. A head's `name`, and a word in place of a section, choose."""
+    """Returns the settings of a YAML file, as `flattened` does."""
     path = Path(file)
     if not path.is_file():
         near = get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
@@ -98,9 +98,14 @@ def settings_in(file: str) -> dict[str, Any]:
         nested = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(nested, dict):
         raise UserError(f"{file}: must hold settings such as `recipe: mtp`, but holds none; correct it")
+    return flattened(nested)
+
+
+def flattened(nested: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns nested settings by dotted name. A head's `name`, and a word in place of a section, choose."""
     settings: dict[str, Any] = {}
     for section, value in nested.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             settings |= {f"{section!s}.{name!s}": each for name, each in value.items()}
         elif value is not None:  # as where all lines of a section are comments
             settings[str(section)] = value

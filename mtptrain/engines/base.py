@@ -169,8 +169,8 @@ class Engine(ABC):
         """Returns what the command of a README needs on this machine beside the engine; "" for nothing."""
         return ""
 
-    def check_directory(self, directory: Path, form: Format) -> None:  # noqa: B027 (most take any)
-        """Raises UserError if the engine would take an export in this folder for something else."""
+    def check_directory(self, directory: Path, form: Format, setting: str = "export.output_dir") -> None:  # noqa: B027
+        """Raises UserError if the engine would take an export in this folder for something else; most take any."""
 
 
 class RunningEngine(Engine):

@@ -1,6 +1,7 @@
 """Settings of acceptance, export and serving."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -156,6 +157,8 @@ class ExportConfig:
     """Dtype of the written weights; `auto` keeps the dtype in which training saved them."""
     output_dir: str | None = directory_path(default=None)
     """null is `run_dir/export/<engine>`."""
+    hub: str | None = None
+    """Repository on the Hugging Face Hub to upload the export to, as USER/NAME. It is made if it does not exist."""
 
 
 def check_export(settings: ExportConfig) -> None:
@@ -165,6 +168,8 @@ def check_export(settings: ExportConfig) -> None:
             "export.dtype: must be float32, bfloat16, float16 or auto for engines other than llama_cpp, but is q8_0 "
             f"for {settings.engine}; set export.engine=llama_cpp, or another dtype"
         )
+    if settings.hub is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", settings.hub):
+        raise UserError(f"export.hub: must be the name of a repository, USER/NAME, but is {settings.hub!r}; correct it")
 
 
 class OpenvinoWeights(StrEnum):

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import mtptrain
 from mtptrain import LoadedTarget
+from mtptrain.cli.arguments import compose_config
 from tests.conftest import Run, make_target
 from tests.docs.test_pages import FENCE, ROOT
 
@@ -89,9 +92,40 @@ def test_the_examples_of_the_page_run(
     for name, directory in {"runs/mine": finished[0], "models/mine": tiny_target}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).symlink_to(directory)
+    commands: list[list[str]] = []
+    names_and_values = (each.split("=", 1) for each in finished[1])
+    settings = "".join(f"{name}: {value}\n" for name, value in names_and_values)
+    (tmp_path / "mine.yaml").write_text(f"recipe: quickstart\n{settings}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command) or Mock(returncode=0))
     blocks = [text for language, text in FENCE.findall((ROOT / "docs/python.md").read_text()) if language == "python"]
     assert len(blocks) > 3
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
+    assert commands == [[sys.executable, "-m", "mtptrain", "run", "mine.yaml"]]
+    assert names["run_dir"] == finished[0]
+
+
+def test_a_dict_runs_as_overrides_and_refused_settings_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command[4:]) or Mock(returncode=1))
+    config = {"recipe": "quickstart", "run_dir": "runs/x y", "train.lr": 1e-3, "prompts": {"paths": "it's.txt"}}
+    config |= {
+        "head": "eagle3",
+        "acceptance": {"top_k": 0, "draft_model": None},
+        "deepspeed": {"bf16": {"enabled": False}},
+    }
+    with pytest.raises(mtptrain.UserError, match="runs/x y: mtptrain run must end with status 0, but ended with 1"):
+        mtptrain.run(config)
+    assert compose_config(*commands[0]).prompts.paths == ["it's.txt"]
+    assert compose_config(*commands[0]).deepspeed["bf16"] == {"enabled": False}
+    for wrong, message in (
+        ({"recipe": "quickstrat"}, "did you mean quickstart"),
+        (["recipe=quickstart", "train.lrr=1"], r"did you mean train\.lr\?"),
+        ({"recipe": "quickstart", "train": {"lr": "high"}}, r"train\.lr: must have a valid value"),
+        ("none.yaml", r"none\.yaml: must be a YAML file"),
+    ):
+        with pytest.raises(mtptrain.UserError, match=message):
+            mtptrain.run(wrong)
+    assert len(commands) == 1

@@ -3,12 +3,16 @@
 import json
 import shlex
 import shutil
+from base64 import b64decode
 from copy import deepcopy
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from mtptrain.cli.stages import settings_of
@@ -17,7 +21,7 @@ from mtptrain.data.prompt_files import Documents, training_data_facts
 from mtptrain.decoding.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
 from mtptrain.engines import mimo
 from mtptrain.engines.table import engine_of, format_for
-from mtptrain.export import check_tensors, export, mode_note, reload_head, write_head
+from mtptrain.export import check_tensors, export, mode_note, model_card, reload_head, write_head
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.medusa import MedusaHead
@@ -25,6 +29,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
@@ -267,3 +272,71 @@ def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_
         save_file(tensors, exported / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             check_tensors(exported, form)
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers what huggingface_hub asks when it makes a repository and uploads files to it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.files: dict[str, bytes] = {}
+        self.is_full = False
+
+
+class HubRequest(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, answer = 200, dict[str, object]()
+        if self.headers["Authorization"] != "Bearer hf_right":
+            status = 401
+        elif self.path.endswith("/create"):
+            answer = {"url": "https://huggingface.co/user/name"}
+        elif "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            answer = {
+                "files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+            }
+        elif "/commit/" in self.path and self.server.is_full:
+            status = 403
+        elif "/commit/" in self.path:
+            lines = [json.loads(line)["value"] for line in body.splitlines()]
+            self.server.files |= {each["path"]: b64decode(each["content"]) for each in lines if "path" in each}
+            answer = {"commitUrl": "https://huggingface.co/user/name/commit/1", "commitOid": "1"}
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_export_is_kept_if_the_hub_refuses_it_and_uploaded_by_the_same_command(
+    tmp_path: Path, deep_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, hub = trained(tmp_path / "run", deep_target, "export.hub=user/name"), Hub()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    Thread(target=hub.serve_forever, daemon=True).start()
+    directory = tmp_path / "run/export/vllm"
+    for token, hub.is_full, reason in (("", False, "401"), ("hf_wrong", False, "401"), ("hf_right", True, "403")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(UserError, match=rf"export\.hub: .* the hub reports .*{reason}.* is kept in {directory}"):
+            export(Run(config))
+        assert (directory / "serving.json").is_file()
+    hub.is_full = False
+    export(Run(config))
+    assert hub.files == {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert capsys.readouterr().out.endswith("/user/name\n")
+    card = ModelCard(hub.files["README.md"].decode())
+    assert (card.data.library_name, card.data.base_model) == ("mtptrain", None)
+    assert "Acceptance length 2.500" in card.text and "hf download user/name --local-dir name\nvllm serve" in card.text
+    config.target.path = "meta-llama/Llama-3.2-1B"
+    assert "base_model: meta-llama/Llama-3.2-1B\n" in model_card(config, TargetFiles(deep_target, config.target.path))
+    with pytest.raises(UserError, match="vLLM must not infer a method other than"):
+        export(Run(make_config(f"run_dir={tmp_path}/run", f"target.path={deep_target}", "export.hub=user/my-eagle3")))
+    with pytest.raises(UserError, match=r"export\.hub: must be the name of a repository, USER/NAME, but is 'name'"):
+        make_config("export.hub=name")
+    hub.shutdown()

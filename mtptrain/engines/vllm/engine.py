@@ -90,12 +90,12 @@ class Vllm(RunningEngine):
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         return limits.why_not(head, target)
 
-    def check_directory(self, directory: Path, form: Format) -> None:
+    def check_directory(self, directory: Path, form: Format, setting: str = "export.output_dir") -> None:
         name = next((each for each in METHODS_BY_NAME if each in str(directory.resolve()).lower()), None)
         if name is not None and METHODS_BY_NAME[name] != form.method:
             raise UserError(
-                f"export.output_dir: vLLM must not infer a method other than {form.method} from the path, but "
-                f"{directory.resolve()} contains {name!r}; choose another run_dir or export.output_dir"
+                f"{setting}: vLLM must not infer a method other than {form.method} from the path, but "
+                f"{directory.resolve()} contains {name!r}; choose another {setting}, or run_dir"
             )
 
     def mode_advice(self, mode: str) -> str:
