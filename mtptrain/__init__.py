@@ -11,31 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtptrain.api import (
-        Acceptance,
-        Generated,
-        LoadedTarget,
-        RunHead,
-        UserError,
-        acceptance,
-        generate,
-        load_head,
-        load_target,
-        run,
-    )
+    from mtptrain.api import Generated, LoadedTarget, acceptance, generate, load_head, load_target, run
+    from mtptrain.decoding.acceptance import Acceptance
+    from mtptrain.init_from.start import RunHead
+    from mtptrain.utils.errors import UserError
 
-__all__ = [
-    "Acceptance",
-    "Generated",
-    "LoadedTarget",
-    "RunHead",
-    "UserError",
-    "acceptance",
-    "generate",
-    "load_head",
-    "load_target",
-    "run",
-]
+__all__ = ["Acceptance", "Generated", "LoadedTarget", "RunHead", "UserError"]
+__all__ += ["acceptance", "generate", "load_head", "load_target", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,19 +35,6 @@ from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import check_bounds
 
-__all__ = [
-    "Acceptance",
-    "Generated",
-    "LoadedTarget",
-    "RunHead",
-    "UserError",
-    "acceptance",
-    "generate",
-    "load_head",
-    "load_target",
-    "run",
-]
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or the messages of a chat, which end with the user's."""
 

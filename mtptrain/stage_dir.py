@@ -89,6 +89,11 @@ class StageDir:
                         directory.rmdir()
             os.close(descriptor)
 
+    def parts(self) -> list[int]:
+        """Returns the parts whose programs may write to the folder now, for `writing`; 0 is always among them."""
+        locks = (path.name.removesuffix(_LOCK).removeprefix(".") for path in self.path.glob(f".*{_LOCK}"))
+        return sorted({0, *(int(each) for each in locks if each.isdigit())})
+
     def _take(self, lock: Path) -> int:
         """Returns the descriptor of the lock's file, which this process then holds."""
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

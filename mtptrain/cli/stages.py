@@ -107,6 +107,16 @@ STAGES = {
     ),
     "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
     "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
+    "doctor": Stage(
+        "mtptrain.doctor",
+        "print what this machine has: memory, versions, engines, environment; takes no settings",
+        takes_settings=False,
+    ),
+    "clean": Stage(
+        "mtptrain.clean",
+        "free what a run can make again, after asking; takes the run's directory instead of settings",
+        takes_settings=False,
+    ),
 }
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
 

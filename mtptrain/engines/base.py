@@ -1,5 +1,6 @@
 """The interface of an engine, which each implements in a file or folder of its own. `table.ENGINES` names them all."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
+from mtptrain.engines.process import CHECKOUT, printed_by
 from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
@@ -100,6 +102,20 @@ class Engine(ABC):
     """Whether the engine's penalties are those of our sampler, so that its answers with them must equal ours."""
     without_them = "set them in each request"
     """How an engine is told not to apply them."""
+    package = ""
+    """The module by which Python imports the engine; empty if it has the engine's name in `export.engine`."""
+
+    def found(self, key: str) -> tuple[str, str] | None:
+        """Returns the engine's version and where it is; None if it is not found. `key` is its `export.engine`.
+
+        It is sought in the environment that `make` installs for it, and in this one, but not imported.
+        """
+        module = self.package or str(key)
+        find = f"from importlib.metadata import *; print(version(packages_distributions()[{module!r}][0]))"
+        for python in (CHECKOUT / f".venv-{key}" / "bin" / "python", Path(sys.executable)):
+            if python.is_file() and (version := printed_by(python, find)) is not None:
+                return version, str(python)
+        return None
 
     @abstractmethod
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:

@@ -1,8 +1,11 @@
 """llama.cpp: what it serves and needs, how it is started, and how it counts."""
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +117,14 @@ class LlamaCpp(RunningEngine):
 
     def ends_of(self, target: TargetFiles) -> list[int]:
         return llama_tokens(target).ends
+
+    def found(self, key: str) -> tuple[str, str] | None:
+        with suppress(UserError):
+            program = find_llama_server(None)
+            said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stderr
+            build = re.search(r"(?:build |version: )([1-9]\d+)", said)
+            return f"b{build[1]}" if build else "a build without a number", str(program)
+        return None
 
     def find_program(self, serving: ServingConfig) -> Path:
         return find_llama_server(serving.program)

@@ -41,6 +41,7 @@ of a layer with experts."""
 
 class Openvino(RunningEngine):
     name = "OpenVINO"
+    package = "openvino_genai"
     version = VERSION
     formats = {  # noqa: RUF012 (never changed)
         "eagle3": OpenvinoEagle3,
