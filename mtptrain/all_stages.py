@@ -105,11 +105,12 @@ def check(config: PipelineConfig) -> None:
             "train.stream: must be false for a whole run, which runs one stage after the other, but is true; run "
             "`mtptrain hidden-states` and `mtptrain train` at the same time instead"
         )
+    if has_format(config.head.name):
+        check_exportable(config)
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
         if has_format(config.head.name):
-            check_exportable(config)
             exported = output_of("export", STAGES["export"], config).parent
             refuse_changed_export(exported, f"move {exported} away and run mtptrain export again")
             export_dir(config).check_replaceable()
@@ -255,7 +256,10 @@ def print_stages(config: PipelineConfig, stages: Sequence[tuple[str, Stage, Runn
 
 
 def planned_seconds(config: PipelineConfig) -> dict[str, float]:
-    return Plan(config).seconds
+    """Returns the seconds of stages by their names. Raises UserError if the disk is too small."""
+    plan = Plan(config)
+    plan.check_disk()
+    return plan.seconds
 
 
 def what_it_does(stage: Stage) -> str:

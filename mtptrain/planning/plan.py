@@ -4,11 +4,12 @@
 
 It reads the target's config.json and, if mtptrain prompts has been run, the documents that it wrote. It loads no
 weights and writes nothing, except that a GGUF file is first dequantised into the cache. Until mtptrain prompts has been
-run, every document has `prompts.max_document_tokens` tokens, all supervised, and there are `prompts.max_train_tokens`,
-or `UNKNOWN_TOKENS`.
+run, it renders some rows of the files of `prompts.paths`. Without files, every document has
+`prompts.max_document_tokens` tokens, all supervised, and there are `prompts.max_train_tokens`, or `UNKNOWN_TOKENS`.
 """
 
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.config import Backend, PipelineConfig, PromptSource, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
-from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
@@ -31,14 +31,16 @@ from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
+from mtptrain.planning.expected import Expected, expected_documents
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import train_dtype, with_fp32_sums
 from mtptrain.target.families import read_target_config, routed_experts
-from mtptrain.target.gguf import gguf_of
-from mtptrain.target.hub import config_dir, weight_files
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import config_dir, tokenizer_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
+from mtptrain.utils.errors import UserError
 
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
@@ -54,6 +56,9 @@ EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
 below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
 CPU_SHARE = 0.25
 """Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
+ANSWER_SHARES = {"transformers": 0.003, "server": 0.2}
+"""Shares of a GPU's peak that writing responses reaches, by what writes them. Our own loop wrote 8,757 tokens/s of a
+target of 135M parameters on an H200; vLLM is published with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
 
 
 class Plan:
@@ -67,8 +72,6 @@ class Plan:
         self.target_config = read_target_config(target_dir)
         self.backend = choose_backend(config.hidden_states.backend, self.target_config)
         kind.check_trainable(config.head, self.target_config)
-        gguf = gguf_of(config.target.path, config.target.gguf)
-        warn_of_limits(config.export.engine, config.head, self.target_config, gguf)
         self.captured = kind.resolve_capture_layers(config.head, self.target_config)
         check_store_dtype(config.hidden_states.store_dtype, self.captured)
         self.target = target_costs(self.target_config)
@@ -88,6 +91,17 @@ class Plan:
         self.num_tokens = self.num_supervised = prompts.max_train_tokens or UNKNOWN_TOKENS
         self.longest_tokens = self.mean_tokens = prompts.max_document_tokens
         """The mean length is averaged over tokens, not documents. Attention costs are proportional to it."""
+        self.least_tokens = 0
+        """Tokens that there are in any case."""
+        self.expected = None if path.exists() else self._expected()
+        if self.expected is not None:
+            self.num_documents, self.num_tokens, self.num_supervised = self.expected[:3]
+            self.longest_tokens, self.mean_tokens, _, self.least_tokens = self.expected[3:]
+            self.rows["documents"] = (
+                f"about {self.num_documents:,} with at most {self.num_tokens:,} tokens, {self.num_supervised:,} "
+                f"supervised, by the rows of prompts.paths; the longest has at most {self.longest_tokens:,}"
+            )
+            return
         if not path.exists():
             self.rows["documents"] = (
                 f"{'at most' if prompts.max_train_tokens else 'an assumed'} {self.num_tokens:,} tokens in documents of "
@@ -96,12 +110,21 @@ class Plan:
             return
         documents = Documents.load(require_prompts(path.parent, path.name))
         self.num_documents, self.num_tokens = len(documents.lengths), len(documents.input_ids)
+        self.least_tokens = self.num_tokens
         self.num_supervised, self.longest_tokens = int(documents.loss_mask.sum()), int(documents.lengths.max(initial=1))
         self.mean_tokens = round((documents.lengths.astype(np.float64) ** 2).sum() / max(1, self.num_tokens))
         self.rows["documents"] = (
             f"{self.num_documents:,} with {self.num_tokens:,} tokens, {self.num_supervised:,} supervised "
             f"({self.num_supervised / max(1, self.num_tokens):.0%}); the longest has {self.longest_tokens:,}"
         )
+
+    def _expected(self) -> Expected | None:
+        config = self.config
+        if config.prompts.source is PromptSource.text_files or not any(map(os.path.isfile, config.prompts.paths)):
+            return None
+        directory = tokenizer_dir(config.target.path, config.target.revision)
+        target = TargetFiles(directory, template_kwargs=config.prompts.template_kwargs)
+        return expected_documents(config.prompts, config.responses.max_new_tokens, target.tokenizer)
 
     def _plan_disk(self, free_bytes: int) -> None:
         config, chosen = self.config, self.config.hidden_states.store_dtype
@@ -125,6 +148,11 @@ class Plan:
             self.rows["streamed"] = f"{_gb(streamed)} at a time"
         self.rows["free disk"] = f"{_gb(free_bytes)} on the disk of run_dir"
         needed = streamed if config.train.stream else self.store_bytes[chosen]
+        # Shards that are written already take no more.
+        free_bytes += sum(file.stat().st_size for file in config.stage_dir("hidden_states").glob("*.safetensors"))
+        least = self.bytes_per_token[chosen] * (0 if config.train.stream else self.least_tokens)
+        self.has_disk = least <= free_bytes
+        """Whether the disk has room for the hidden states of those tokens that there are in any case."""
         if needed > free_bytes:
             in_fp8 = _gb(self.store_bytes[StoreDtype.fp8])
             self.warnings.append(
@@ -132,6 +160,11 @@ class Plan:
                 f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({in_fp8} in all), train.stream=true "
                 f"train.epochs=1 ({_gb(streamed)} at a time), or a lower prompts.max_train_tokens"
             )
+
+    def check_disk(self) -> None:
+        """Raises UserError if the hidden states cannot fit on the disk."""
+        if not self.has_disk:
+            raise UserError(next(warning for warning in self.warnings if warning.startswith("run_dir: ")))
 
     def _plan_extraction(self, target_dir: Path) -> None:
         settings, planner, is_vllm = self.config.hidden_states, self.config.planner, self.backend is Backend.vllm
@@ -264,7 +297,7 @@ class Plan:
         train, gpus, longest = self.config.train, self.config.planner.num_gpus, self.longest_tokens
         context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
         documents, remeasure = "prompts.max_document_tokens", " and run mtptrain prompts again"
-        again = remeasure if self.num_documents else ""
+        again = remeasure if self.num_documents and self.expected is None else ""
         checks = {
             f"{documents}: documents must have at most {context:,} tokens, the target's max_position_embeddings, but "
             f"have up to {longest:,}; lower it{again}": longest > context,
@@ -292,9 +325,27 @@ class Plan:
         points = [first + np.arange(min(count, most)) * count // min(count, most) for _, first, count in spans]
         return Packing.of_points(lengths, points, self.head.shared_window)
 
+    def _plan_answers(self) -> None:
+        """Plan the time in which the target writes the responses, of which each is as long as it may be."""
+        config, planner = self.config, self.config.planner
+        made = any((config.stage_dir(name) / "manifest.json").exists() for name in ("responses", "prompts"))
+        if config.prompts.source is not PromptSource.responses or made:
+            return
+        tokens = self.num_supervised if self.expected is None else self.expected.answers
+        rate, text = planner.responses_tokens_per_s, "as given"
+        if not rate:
+            flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
+            share = ANSWER_SHARES["server" if config.responses.url else "transformers"]
+            rate, text = tokens_per_s(planner, flops, share, planner.num_gpus, dtype, 1)
+        self.seconds["responses"] = tokens / rate
+        self.rows["time of responses"] = f"at most {duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
+
     def _plan_time(self) -> None:
         settings, train, planner = self.config.hidden_states, self.config.train, self.config.planner
         stored, packing = self.bytes_per_token[settings.store_dtype], self._micro_batch(self.mean_tokens)
+        self.seconds: dict[str, float] = {}
+        """Time of the stages that are planned."""
+        self._plan_answers()
         # 1. Extraction. A spread target keeps only one GPU busy at a time.
         rate, text = planner.hidden_states_tokens_per_s, "as given"
         if not rate:
@@ -312,9 +363,8 @@ class Plan:
             rate, text = tokens_per_s(planner, flops, TRAIN_SHARE, planner.num_gpus, self.dtype, stored)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         self.rows["time of training"] = f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
-        self.seconds = {"hidden-states": extraction_s, "train": tokens / rate}
-        """Time of the stages that are planned."""
-        self.rows["time of both"] = duration(sum(self.seconds.values()))
+        self.seconds |= {"hidden-states": extraction_s, "train": tokens / rate}
+        self.rows["time of these"] = duration(sum(self.seconds.values()))
 
 
 def tokens_per_s(
@@ -350,6 +400,7 @@ def print_plan(config: PipelineConfig) -> None:
     console.print(table)
     for warning in plan.warnings:
         console.print(f"WARNING {warning}", highlight=False, soft_wrap=True)
+    plan.check_disk()
 
 
 def _free_disk(path: Path) -> int:

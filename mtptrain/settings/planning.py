@@ -18,6 +18,8 @@ class PlannerConfig:
     is that of GPUs."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
     """Disk bandwidth, which limits extraction (it writes states) and training (it reads them); 0 ignores this limit."""
+    responses_tokens_per_s: float = at_least(0.0, default=0.0)
+    """Measured speed at which the target writes responses, on all GPUs together; 0 estimates it from the peak."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
     """Measured extraction speed of all GPUs together; 0 estimates it from the rates above, a share
     of the peak that is usual, and each token's FLOPs and disk bytes."""

@@ -79,6 +79,14 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
     return resolve_target(path, revision, setting, is_whole=False)
 
 
+def tokenizer_dir(path: str, revision: str | None = None) -> Path:
+    """Returns the directory of `resolve_target` with the tokenizer, but downloads no weights of a hub repository."""
+    directory = config_dir(path, revision)
+    if path == DEMO or Path(path).exists() or any(directory.glob("tokenizer*")):
+        return directory
+    return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
+
+
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint.
 

@@ -35,7 +35,7 @@ class StepFlops:
 
 @cache
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the FLOP/s of the fastest of ten products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
+    """Returns the FLOP/s of the fastest of several products of [2048, 2048] matrices, or [8192, 8192] on a GPU.
 
     A CPU without bf16 instructions may need a minute for one such product. Its rate is the same with [256, 256]
     matrices, so those are used instead.
@@ -49,14 +49,17 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     return small if small < SLOW_FLOPS else max(small, _rate_of_products(2048, device, dtype))
 
 
+MEASURED_S = 0.3
 SLOW_FLOPS = 1e10
 """A CPU that reaches fewer FLOP/s with small matrices is not measured with larger ones."""
 
 
 def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the FLOP/s of the fastest of at least ten products, which go on for `MEASURED_S` if they are short: ten
+    alone, of milliseconds, may all meet another program that has the cores."""
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(10):
+    seconds, end = list[float](), time.perf_counter() + MEASURED_S
+    while len(seconds) < 10 or time.perf_counter() < end:
         started = _now(device)
         a @ b
         seconds.append(_now(device) - started)

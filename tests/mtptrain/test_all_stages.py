@@ -221,6 +221,8 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
             all_stages.check(make_config(*settings.format(gemma=tmp_path).split()))
     with patch("mtptrain.all_stages.started_stage", lambda: "plan"):
         all_stages.check(make_config(*STREAMED.split()))
+        with pytest.raises(UserError, match="to export head eagle3 for vllm"):
+            all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(UserError, match="micro_batches_per_step"):
         all_stages.check(make_config("train.micro_batches_per_step=8"))
 

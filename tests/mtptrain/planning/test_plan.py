@@ -1,5 +1,6 @@
 """Tests plans against a written store, and their warnings."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.planning.plan import Plan
 from mtptrain.target import hub
-from tests.conftest import make_config, succeed
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_config, make_tokenizer, succeed
 from tests.published_targets import PUBLISHED_TARGETS
 
 
@@ -114,8 +116,47 @@ def test_settings_that_do_not_fit_are_warned_of(config_for: Callable[..., Pipeli
     assert Plan(config_for(*FITTING)).warnings == []
     for overrides, message in WRONG.items():
         assert message in "\n".join(Plan(config_for(*FITTING, *overrides.split())).warnings)
-    with pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"):
-        Plan(config_for(*FITTING, "head.zero_first_embedding=true"))
+
+
+ROWS = [{"messages": [{"role": "user", "content": "?" * n}, {"role": "assistant", "content": "." * 9}]} for n in (5, 9)]
+
+
+def test_rows_of_files_bound_the_tokens_and_name_what_would_stop_a_later_stage(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path
+) -> None:
+    """A role and an end are a token each; of 200 rows, 64 are rendered, half of each size."""
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, ROWS * 100)))
+    chats = (f"prompts.paths=[{tmp_path}/chats.jsonl]", "prompts.validation_fraction=0.1", "train.epochs=1")
+    answered = (*chats, "prompts.source=responses", "responses.max_new_tokens=20", "planner.responses_tokens_per_s=10")
+    plan = Plan(config_for(*answered), free_bytes=10**12)
+    assert (plan.num_documents, plan.longest_tokens) == (180, 9 + 3 + 20)
+    assert (plan.num_tokens, plan.num_supervised, plan.least_tokens) == (180 * 30, 180 * 20, 180 * 10)
+    assert plan.seconds["responses"] == 200 * 20 / 10 and "at most 400 s at 10 tok" in plan.rows["time of responses"]
+    for free_bytes, has_disk in ((180 * 10 * 133 - 1, False), (180 * 10 * 133, True)):
+        assert Plan(config_for(*answered), free_bytes).has_disk == has_disk
+    with pytest.raises(UserError, match=r"run_dir: .* must be free for the hidden states"):
+        Plan(config_for(*answered), free_bytes=1).check_disk()
+    conversations = (*chats, "prompts.source=conversations")
+    plan = Plan(config_for(*conversations, "prompts.max_train_tokens=1000"), free_bytes=10**12)
+    assert (plan.num_tokens, plan.num_supervised) == (1000, round(1000 * 9 / 20)) and "responses" not in plan.seconds
+    for content, message in (("{}", r"none of 1 rows can: .*chats\.jsonl:1: no messages"), ("", "but none of 0 rows")):
+        (tmp_path / "chats.jsonl").write_text(content)
+        with pytest.raises(UserError, match=message):
+            Plan(config_for(*conversations))
+    (tmp_path / "chats.jsonl").write_text(json.dumps(ROWS[0]))
+    shutil.copytree(tiny_target, tmp_path / "plain")
+    (tmp_path / "plain/chat_template.jinja").unlink(missing_ok=True)
+    make_tokenizer(chat_template=None).save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match="must have a chat template to render messages"):
+        Plan(config_for(*conversations, f"target.path={tmp_path}/plain"))
+
+
+def test_advice_about_memory_names_what_helps(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_hidden_layers": 2}
+    AutoConfig.for_model("llama", vocab_size=262_144, **sizes).save_pretrained(tmp_path)
+    small = ("planner.gpu_memory_gb=1", "planner.gpu_tflops=1", "prompts.max_document_tokens=512")
+    warnings = "\n".join(Plan(make_config(f"target.path={tmp_path}", *small)).warnings)
+    assert "; set train.loss_chunk_rows=128 (saves " in warnings and "activation_checkpointing" not in warnings
 
 
 def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests the time spent waiting for data, the setting of the GPU allocator, and logging to wandb."""
 
+import itertools
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 import wandb
 
 from mtptrain.train import main
+from mtptrain.training import flops
 from mtptrain.training.flops import StepFlops, _now
 from mtptrain.training.metrics import StepMeter, Tracking, start_wandb, track_report
 from mtptrain.utils.clock import PhaseClock
@@ -92,3 +94,10 @@ def test_a_wandb_that_cannot_start_stops_training_at_once_and_leaves_a_finished_
         start_wandb(tmp_path, config, "train")
     track_report(tmp_path, config, {}, [])
     assert "warning: the report is not logged to wandb" in capsys.readouterr().out
+
+
+def test_the_peak_is_that_of_products_while_no_other_program_has_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some hundred short products, the first twelve here take a second of processor time each."""
+    times = itertools.chain(range(24), itertools.count(24.0, 0.001))
+    monkeypatch.setattr(flops, "_now", lambda device: next(times))
+    assert flops._rate_of_products(16, torch.device("cpu"), torch.float32) == pytest.approx(2 * 16**3 / 0.001)
