@@ -17,6 +17,7 @@ import reprlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,16 +42,17 @@ from mtptrain.utils.files import publish, read_json, save_tensors, sync, write_j
 Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
 SUFFIX = ".gguf"
-FORMAT = 5
+FORMAT = 6
 """Raised when the same GGUF file would be translated into another model directory."""
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
 MERGE = "merge the parts with llama.cpp's `llama-gguf-split --merge`"
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
-INTERLEAVED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": (), "eagle3": ("attn_q", "attn_k"), "dflash": ()}
-"""Modules of each architecture whose outputs llama.cpp rotates in pairs of neighbours: their rows are in another order
+GEMMA3 = "gemma3"
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", GEMMA3: "gemma3_text"}
+"""Names in llama.cpp, and those of transformers' configs. Mistral's files are of the architecture llama."""
+INTERLEAVED = {"llama": ("attn_q", "attn_k"), "eagle3": ("attn_q", "attn_k")}
+"""Modules of some architectures whose outputs llama.cpp rotates in pairs of neighbours: their rows are in another order
 than in transformers."""
 MODULES = {
     "token_embd": "model.embed_tokens",
@@ -67,6 +70,12 @@ MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA3_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Modules that are not those of `MODULES`."""
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -80,6 +89,7 @@ NUMBERS = (
     *(*SIZES, "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.factor", "rope.scaling.original_context_length"),
 )
+GEMMA3_NUMBERS = ("attention.sliding_window", "rope.freq_base_swa")
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings that Llama 3.1, 3.2 and 3.3 share. They differ in `factor`."""
@@ -99,12 +109,17 @@ WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Rules with which llama.cpp looks up a word before it merges its bytes, and by default begins a text with BOS."""
 SPLITS = ("gpt-2", "qwen2", "deepseek-r1-qwen", *OWN_SPLITS, *WHOLE_WORDS_FIRST)
 """Rules with which transformers, corrected here, cuts text as llama.cpp does."""
-LISTS = ("tokens", "token_type", "merges")
-CONTROL = 3
-"""The `token_type` of tokens that stand for themselves, such as the end of a turn."""
-SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_extra_whitespaces")
-END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-IN_TOKENIZER = (*LISTS, "scores", "token_type_count", "add_bos_token")
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+LISTS = {BYTE_LEVEL: ("tokens", "token_type", "merges"), SENTENCEPIECE: ("tokens", "token_type", "scores")}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""The `token_type` of tokens. All but the first stand for themselves, such as the end of a turn."""
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Names in transformers of tokens with a meaning, and those of their keys."""
+SPACE = "\u2581"
+"""Stands for a space in the tokens of SentencePiece."""
+SWITCHED_OFF = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+IN_TOKENIZER = ("tokens", "token_type", "merges", "scores", "token_type_count", "add_bos_token")
 """Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
 SAMPLED_BY = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SAMPLING = {**SAMPLED_BY, "penalty_repeat": "repetition_penalty"}
@@ -113,8 +128,11 @@ END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|end_of_text|>", "<end_of_utterance>", "<|flush|>"),
     *("<|calls|>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),  # noqa: RUF001
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
 )
-"""Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp)."""
+"""Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp), at
+Gemma's `</s>` for struck text too."""
 NO_ENDS = (
     *(("<|end|>", {"<|return|>", "<|call|>"}), ("<|end|>", {"<|return|>", "<|calls|>"})),
     *(("<|end|>", {"<|flush|>", "<|call|>"}), ("<|end|>", {"<|flush|>", "<|calls|>"}), ("</s>", {"<|tool_response>"})),
@@ -229,6 +247,12 @@ class GGUFHeader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Returns the header of a GGUF file. Another file, or a damaged or incomplete one, is refused."""
+    stat = path.stat()
+    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(1)  # gguf takes ten seconds for 262,144 tokens
+def _read_header(path: Path, num_bytes: int, changed_ns: int) -> GGUFHeader:
     with path.open("rb") as file:
         start = file.read(8)
     if start[:4] != b"GGUF" or int.from_bytes(start[4:], "little") not in (2, 3):
@@ -266,8 +290,9 @@ def _check_settings(header: GGUFHeader) -> None:
 
     architecture = metadata.get("general.architecture")
     must("general.architecture", f"one of {', '.join(ARCHITECTURES)}", architecture in ARCHITECTURES)
-    prefix = f"{architecture}."
-    for key in (prefix + name for name in NUMBERS):
+    prefix, model = f"{architecture}.", metadata.get(f"{TOKENIZER}model")
+    numbers = (*NUMBERS, *(GEMMA3_NUMBERS if architecture == GEMMA3 else ()))
+    for key in (prefix + name for name in numbers):
         value = metadata.get(key, None if key.removeprefix(prefix) in SIZES else 1)
         must(key, "a number above 0", isinstance(value, int | float) and 0 < value < math.inf, DOWNLOAD_AGAIN)
     allowed: dict[str, Sequence[object]] = {  # None: may be left out
@@ -279,28 +304,29 @@ def _check_settings(header: GGUFHeader) -> None:
         f"{prefix}rope.scaling.finetuned": (True, False, None),
         f"{prefix}expert_count": (0, None),
         f"{prefix}expert_used_count": (0, None),
-        # With SentencePiece, llama.cpp puts other spaces after special tokens than transformers does.
-        f"{TOKENIZER}model": ("gpt2",),
-        f"{TOKENIZER}pre": SPLITS,
+        f"{TOKENIZER}model": tuple(LISTS),
+        f"{TOKENIZER}add_space_prefix": (False, None, True) if model == SENTENCEPIECE else (False, None),
+        **({f"{TOKENIZER}pre": SPLITS} if model == BYTE_LEVEL else {}),
         **{TOKENIZER + name: (False, None) for name in SWITCHED_OFF},
     }
     for key, values in allowed.items():
         be = " or ".join(str(value) for value in values if value is not None)
         must(key, be, metadata.get(key) in values, MERGE if key == "split.count" else CHOOSE_ANOTHER)
     settings = header.section(TOKENIZER)
-    for name in LISTS:
+    for name in LISTS[model]:
         must(TOKENIZER + name, "a list", isinstance(settings.get(name), list), DOWNLOAD_AGAIN)
     num_tokens, ids = len(settings["tokens"]), [name for name in settings if name.endswith("_token_id")]
-    has_types = len(settings["token_type"]) == num_tokens
-    must(f"{TOKENIZER}token_type", f"one number for each of the {num_tokens} tokens", has_types, DOWNLOAD_AGAIN)
+    for name in LISTS[model] if model == SENTENCEPIECE else ("token_type",):
+        is_whole = len(settings[name]) == num_tokens
+        must(TOKENIZER + name, f"one number for each of the {num_tokens} tokens", is_whole, DOWNLOAD_AGAIN)
     for name in ids:
         is_token = isinstance(settings[name], int) and 0 <= settings[name] < num_tokens
         must(TOKENIZER + name, f"below the number of tokens {num_tokens}", is_token, DOWNLOAD_AGAIN)
     must(CHAT_TEMPLATE, "a text", isinstance(metadata.get(CHAT_TEMPLATE, ""), str), DOWNLOAD_AGAIN)
     known = {
         *allowed,
-        *(prefix + name for name in NUMBERS),
-        *(TOKENIZER + name for name in (*IN_TOKENIZER, *ids)),
+        *(prefix + name for name in numbers),
+        *(TOKENIZER + name for name in (*IN_TOKENIZER, "pre", *ids)),
     }
     if unknown := [key for key in metadata if key.startswith((prefix, TOKENIZER)) and key not in known]:
         raise UserError(
@@ -316,18 +342,19 @@ def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
     must = f"{path}: settings must describe a model that transformers can build"
     with refusing(must, DOWNLOAD_AGAIN), torch.device("meta"):
         config = AutoConfig.for_model(
-            architecture,
+            ARCHITECTURES[architecture],
             **{name: keys[key] for key, name in SIZES.items()},
             vocab_size=keys.get("vocab_size", len(header.metadata[f"{TOKENIZER}tokens"])),
             num_key_value_heads=keys.get("attention.head_count_kv", keys["attention.head_count"]),
             head_dim=header.head_dim,
-            rope_parameters=rope,
+            **(_gemma3(keys, rope, header.head_dim) if architecture == GEMMA3 else {"rope_parameters": rope}),
             tie_word_embeddings="output.weight" not in header.tensors,
             dtype="float32",
         )
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
-    names = {name: _translated(name) for name in header.tensors}
+    modules = {**MODULES, **GEMMA3_MODULES} if architecture == GEMMA3 else MODULES
+    names = {name: _translated(name, modules) for name in header.tensors}
     if rope["rope_type"] == "llama3":
         del names[ROPE_FACTORS]
     found = {translated: f"of shape {header.shape(name)}" for name, translated in names.items()}
@@ -374,10 +401,25 @@ def llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _translated(name: str) -> str:
+def _gemma3(keys: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Returns what llama.cpp takes for granted in Gemma 3 (src/models/gemma3.cpp). RoPE is scaled in global layers."""
+    num_layers, window = keys["block_count"], keys.get("attention.sliding_window")
+    is_27b = num_layers == 62
+    local = {"rope_type": "default", "rope_theta": float(keys.get("rope.freq_base_swa", 10000.0))}
+    return {
+        "query_pre_attn_scalar": keys["embedding_length"] // keys["attention.head_count"] if is_27b else head_dim,
+        "sliding_window": window,
+        "layer_types": [
+            "sliding_attention" if window and layer % 6 < 5 else "full_attention" for layer in range(num_layers)
+        ],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+def _translated(name: str, modules: Mapping[str, str]) -> str:
     layer = re.match(r"blk\.(\d+)\.", name)
     module, _, parameter = name[layer.end() if layer else 0 :].rpartition(".")
-    return (f"model.layers.{layer[1]}." if layer else "") + f"{MODULES.get(module, module)}.{parameter}"
+    return (f"model.layers.{layer[1]}." if layer else "") + f"{modules.get(module, module)}.{parameter}"
 
 
 def sampling_of(header: GGUFHeader) -> dict[str, Any]:
@@ -422,23 +464,14 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
 
 
 def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
-    """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads."""
+    """Write the tokenizer with which texts become the same tokens as in llama.cpp."""
     path, settings = header.path, header.section(TOKENIZER)
-    split, tokens = settings["pre"], settings["tokens"]
-    with refusing(f"{path}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
-        # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path.absolute().parent, gguf_file=path.name, add_bos_token=adds_token(header.metadata, "bos")
-        )
-    tokenizer.save_pretrained(directory)
-    saved = read_json(directory / "tokenizer.json")
-    # transformers adds GPT-2's <|endoftext|> to a vocabulary without it
-    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < len(tokens)]
-    saved["pre_tokenizer"] = OWN_SPLITS.get(split, saved["pre_tokenizer"])
-    saved["model"]["ignore_merges"] = split in WHOLE_WORDS_FIRST
-    write_text(directory / "tokenizer.json", json.dumps(saved, ensure_ascii=False))
+    if settings["model"] == SENTENCEPIECE:
+        _sentencepiece(header).save_pretrained(directory)
+    else:
+        _write_byte_level(header, directory)
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    for token, (text, kind) in enumerate(zip(tokens, settings["token_type"], strict=True)):
+    for token, (text, kind) in enumerate(zip(settings["tokens"], settings["token_type"], strict=True)):
         if kind == CONTROL and (found := tokenizer.encode(text, add_special_tokens=False)) != [token]:
             raise UserError(
                 f"{path}: transformers must read the control token {text!r} as {token}, but reads it as {found}; "
@@ -446,13 +479,74 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
             )
 
 
+def _sentencepiece(header: GGUFHeader) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of llama.cpp's `llm_tokenizer_spm`, which joins the neighbours whose text scores highest.
+
+    transformers' reader orders Gemma's pairs by token instead of score, does not find runs of spaces before it joins,
+    and puts Llama's space before the first word alone, where llama.cpp puts one after each special token.
+    """
+    path, settings = header.path, header.section(TOKENIZER)
+    tokens, kinds, scores = (settings[name] for name in LISTS[SENTENCEPIECE])
+    ids = {text: token for token, text in enumerate(tokens)}
+    pairs = {
+        text: joined
+        for text, token in sorted(ids.items(), key=lambda item: -scores[item[1]])
+        if (joined := [(text[:i], text[i:]) for i in range(1, len(text)) if {text[:i], text[i:]} <= ids.keys()])
+    }
+    names = {name: settings.get(f"{key}_token_id") for name, key in SPECIAL.items()}
+    ranked = [scores[ids[text]] for text in pairs if kinds[ids[text]] == NORMAL]
+    for is_exact, must in (
+        (len(ids) == len(tokens), "differ from each other"),
+        (all(f"<0x{byte:02X}>" in ids for byte in range(256)), "stand for each byte"),
+        (len({*ranked}) == len(ranked), "have different scores where they are joined of others"),
+        (None not in (names["bos_token"], names["eos_token"]), "be named as bos_token_id and as eos_token_id"),
+    ):
+        if not is_exact:
+            raise UserError(f"{path}: tokens of a SentencePiece tokenizer must {must}, but do not; {CHOOSE_ANOTHER}")
+    merges = [pair for joined in pairs.values() for pair in joined]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, byte_fallback=True))
+    has_prefix, first = settings.get("add_space_prefix", True), tokens[names["bos_token"] or 0]
+    spaced = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaced] if has_prefix else [spaced])
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_prefix else parts)
+    added = [text for text in tokens if kinds[ids[text]] in (UNKNOWN, CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(x, normalized=False, special=kinds[ids[x]] != USER_DEFINED) for x in added])
+    if adds_token(header.metadata, "bos"):
+        tokenizer.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, ids[first])])
+    special = {name: tokens[token] for name, token in names.items() if token is not None}
+    template = header.metadata.get(CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False, **special
+    )
+
+
+def _write_byte_level(header: GGUFHeader, directory: Path) -> None:
+    """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads."""
+    path, settings = header.path, header.section(TOKENIZER)
+    with refusing(f"{path}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
+        # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            path.absolute().parent, gguf_file=path.name, add_bos_token=adds_token(header.metadata, "bos")
+        )
+    tokenizer.save_pretrained(directory)
+    saved, split = read_json(directory / "tokenizer.json"), settings["pre"]
+    # transformers adds GPT-2's <|endoftext|> to a vocabulary without it
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < len(settings["tokens"])]
+    saved["pre_tokenizer"] = OWN_SPLITS.get(split, saved["pre_tokenizer"])
+    saved["model"]["ignore_merges"] = split in WHOLE_WORDS_FIRST
+    write_text(directory / "tokenizer.json", json.dumps(saved, ensure_ascii=False))
+
+
 def _write_weights(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
     """Write each tensor to a safetensors file of its own, so that only one of them is in memory at a time."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, translated in names.items():
         weights, module = header.dequantised(name), name.split(".")[-2]
-        if module in INTERLEAVED[config.model_type]:
+        if module in INTERLEAVED.get(header.metadata["general.architecture"], ()):
             weights = uninterleaved(weights, num_heads[module])
+        if config.model_type == ARCHITECTURES[GEMMA3] and module.endswith("norm"):
+            weights = weights - 1  # llama.cpp multiplies by what is stored, Gemma by 1 + weight
         weights = np.array(weights, np.float32)  # of the file itself, only reading is allowed
         save_tensors(directory / f"{translated}.safetensors", {translated: torch.from_numpy(weights)})
     files = {translated: f"{translated}.safetensors" for translated in names.values()}

@@ -198,7 +198,7 @@ class GgufFormat(Format):
         return Rope(self.dims.head_dim, self.dims.rope, self.config.max_position_embeddings)
 
     def _is_interleaved(self, name: str) -> bool:
-        return name.rpartition(".")[0].rpartition(".")[2] in INTERLEAVED[self.architecture]
+        return name.rpartition(".")[0].rpartition(".")[2] in INTERLEAVED.get(self.architecture, ())
 
     def _num_heads(self, name: str) -> int:
         return self.dims.num_attention_heads if ".attn_q." in name else self.dims.num_key_value_heads
