@@ -3,6 +3,7 @@
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target, make_tokenizer
-from tests.gguf_files import F32, MERGED, Q8, write_gguf
+from tests.gguf_files import F32, MERGED, PIECES, Q8, architecture_of, sentencepiece_settings, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS
 from tests.programs import largest_file
 from tests.sealed import flip_bit
@@ -60,6 +61,7 @@ def logits_of(directory: Path, **settings: Any) -> torch.Tensor:
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}, Q8),
         ("qwen2", {"head_dim": 16}, Q8),
         ("qwen3", {"head_dim": 32}, Q8),
+        ("gemma3_text", {"num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16}, Q8),
     ],
 )
 def test_a_gguf_file_has_the_logits_of_its_dequantised_weights(
@@ -67,7 +69,7 @@ def test_a_gguf_file_has_the_logits_of_its_dequantised_weights(
 ) -> None:
     target = make_target(tmp_path / "target", family, {**GROUPED, **settings})
     config = read_target_config(target)
-    metadata = {f"{family}.rope.scaling.factor": config.rope_parameters.get("factor")}
+    metadata = {f"{architecture_of(config)}.rope.scaling.factor": config.rope_parameters.get("factor")}
     directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, kind, metadata)))
     if kind is Q8:  # each matrix is what its blocks stand for
         weights = load_file(target / "model.safetensors")
@@ -130,6 +132,61 @@ def test_words_are_cut_and_looked_up_and_a_text_begins_as_in_llama_cpp(tmp_path:
     assert tokens["llama-bpe", None] == [257, 259] and tokens["llama-bpe", False] == [259]
     assert 257 not in tokens["gpt-2", None] and 259 not in tokens["gpt-2", None]
     assert tokens["gpt-2", True] == [257, *tokens["gpt-2", None]]
+
+
+def pieces_of(text: str) -> list[str]:
+    """Returns what llama.cpp's `llm_tokenizer_spm` makes of a text without special tokens, by a plain loop."""
+    symbols = list(text.replace(" ", "\u2581"))
+    while joined := [(PIECES.index(x + y), i) for i, (x, y) in enumerate(pairwise(symbols)) if x + y in PIECES]:
+        place = min(joined)[1]
+        symbols[place : place + 2] = ["".join(symbols[place : place + 2])]
+    split = [[x] if x in PIECES else [f"<0x{byte:02X}>" for byte in x.encode()] for x in symbols]
+    return [piece for pieces in split for piece in pieces]
+
+
+SPECIAL_PARTS = r"(<s>|</s>|<turn>|<unk>|  |<b>)"
+TEXTS = [
+    "hello the tab",
+    " a  ab   abba\n",
+    "<turn>the <b> hell<b>to</s>\u2581\u2581",
+    "\u00e9 <0x0A> \U0001f916",
+    "<s>a",
+]
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_joins_the_pair_that_scores_highest_after_special_tokens(
+    tmp_path: Path, target: Path, has_prefix: bool
+) -> None:
+    larger = make_target(tmp_path / "larger", **GROUPED, vocab_size=300)
+    changed = {} if has_prefix else {"add_space_prefix": False, "add_bos_token": False}
+    file = write_gguf(tmp_path / "tiny.gguf", larger, settings=sentencepiece_settings(**changed))
+    tokenizer = load_tokenizer(resolve_target(str(file)))
+    assert tokenizer.bos_token_id == 1 and TargetFiles(resolve_target(str(file))).generation.eos_token_ids == (2,)
+    for text in TEXTS:
+        expected = ["<s>"] if has_prefix else []
+        for part in filter(None, re.split(SPECIAL_PARTS, text)):
+            is_special = re.fullmatch(SPECIAL_PARTS, part)
+            expected += [part] if is_special else pieces_of(" " * has_prefix + part)
+        assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == expected
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0]), skip_special_tokens=True) == TEXTS[0]
+
+
+SENTENCEPIECE: list[tuple[dict[str, Any], str]] = [
+    ({"scores": [0.0] * 300}, "tokens of a SentencePiece tokenizer must have different scores where they are joined"),
+    ({"scores": [0.0] * 7}, "tokenizer.ggml.scores must be one number for each of the 300 tokens"),
+    ({"tokens": [str(i) for i in range(300)]}, "tokens of a SentencePiece tokenizer must stand for each byte, but"),
+    ({"bos_token_id": None}, "tokens of a SentencePiece tokenizer must be named as bos_token_id and as eos_token_id"),
+    ({"model": "t5"}, "tokenizer.ggml.model must be gpt2 or llama, but is 't5'"),
+    ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces must be False, but is True"),
+]
+
+
+def test_a_tokenizer_of_sentencepiece_that_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", **GROUPED, vocab_size=300)
+    for changed, message in SENTENCEPIECE:
+        file = write_gguf(tmp_path / "tiny.gguf", target, settings=sentencepiece_settings(**changed))
+        assert_refused(file, message)
 
 
 def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target: Path) -> None:
@@ -241,7 +298,10 @@ def test_a_damaged_file_or_one_that_is_cut_off_is_refused(file: Path) -> None:
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"split.count": 3}, "split.count must be 0 or 1, but is 3; merge the parts with"),
-    ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
+    (
+        {"general.architecture": "rwkv7"},
+        "general.architecture must be one of llama, .*gemma3, but is 'rwkv7'",
+    ),
     ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window are not; choose"),
     ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
@@ -253,7 +313,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.vocab_size": 300}, r"model.embed_tokens.weight must be of shape \(300, 64\), .*, but is of shape \(260"),
     ({"llama.block_count": 1}, r"model.layers.1.input_layernorm.weight must be missing, .*, but is of shape \(64,\)"),
     ({"llama.block_count": 3}, r"model.layers.2.input_layernorm.weight must be of shape \(64,\), .*, but is missing"),
-    ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
+    (
+        {"tokenizer.ggml.model": None},
+        "tokenizer.ggml.model must be gpt2 or llama, but is None; choose",
+    ),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but transformers reports"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be gpt-2 or qwen2 or .*, but is 'falcon'; choose"),
