@@ -290,7 +290,7 @@ def _check_settings(header: GGUFHeader) -> None:
 
     architecture = metadata.get("general.architecture")
     must("general.architecture", f"one of {', '.join(ARCHITECTURES)}", architecture in ARCHITECTURES)
-    prefix, model = f"{architecture}.", metadata.get(f"{TOKENIZER}model")
+    prefix, model = f"{architecture}.", str(metadata.get(f"{TOKENIZER}model"))
     numbers = (*NUMBERS, *(GEMMA3_NUMBERS if architecture == GEMMA3 else ()))
     for key in (prefix + name for name in numbers):
         value = metadata.get(key, None if key.removeprefix(prefix) in SIZES else 1)
