@@ -131,6 +131,9 @@ def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_pa
         changed = make_config(f"run_dir={tmp_path}", "+prompts.template_kwargs.thinking=0", setting)
         unfinished = [name for name in names if not all_stages.is_finished(name, outputs[name], 0.0, changed)]
         assert " ".join(unfinished) == repeated, setting
+    published = make_config(f"run_dir={tmp_path}", "+prompts.template_kwargs.thinking=0", "export.hub=me/head")
+    StageDir(outputs["export"].parent).record(published)
+    assert not all_stages.is_finished("export", outputs["export"], 0.0, published), "an upload may have failed"
 
 
 def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
