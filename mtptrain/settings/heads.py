@@ -128,12 +128,12 @@ class Eagle3Config(LayerConfig):
     draft_vocab_size: int | None = between(1, MAX_SIZE, default=None)
     """Size D of the head's own vocabulary, for which it trains its own lm_head. `mtptrain draft-vocab` chooses the
     tokens. By default the head uses the target's vocabulary and frozen lm_head."""
-    norm_before_fc: bool = False
-    """Apply one norm to the concatenated streams before fc."""
+    norm_before_fc: bool = True
+    """Apply one norm to the concatenated streams before fc. OpenVINO lacks it."""
     fc_norm: bool = False
     """Apply a separate norm to each captured stream before fc."""
-    norm_output: bool = False
-    """Feed back the state after the final norm."""
+    norm_output: bool = True
+    """Feed back the state after the final norm. llama.cpp and OpenVINO lack it."""
     norm_before_residual: bool = False
     """Start the residual stream from the normed hidden state. Only exports for vLLM and llama.cpp support this."""
 
@@ -145,6 +145,8 @@ class PeagleConfig(Eagle3Config):
     is_bound_to_depths = True
 
     name: str = "peagle"
+    norm_before_fc: bool = False
+    norm_output: bool = False
     mask_token_id: int | None = None
     """Token that stands for tokens not drafted yet. null takes the last id of the target's vocabulary, which most
     models leave unused, or if prompts have it one that they lack; after `init_from` a head of another run, its own."""

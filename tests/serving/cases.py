@@ -88,7 +88,8 @@ INSIDE: dict[str, Any] = {"capture_layers": [1, 2, 3]}
 BLOCK = INSIDE | {"ttt_steps": 3}
 TWO: dict[str, Any] = {"num_layers": 2}
 SLIDING: dict[str, Any] = {"sliding_window": 6}
-NORMS_BEFORE: dict[str, Any] = {"norm_before_fc": True, "norm_before_residual": True}
+PLAIN: dict[str, Any] = {"norm_before_fc": False, "norm_output": False}
+NORMS_BEFORE: dict[str, Any] = {"norm_output": False, "norm_before_residual": True}
 DSPARK = BLOCK | {"markov_rank": 32}
 DFLASH2 = BLOCK | {"selector_rank": 32, "selector_top_k": 7}
 SMALL: dict[str, Any] = {"draft_vocab_size": 200}
@@ -97,15 +98,16 @@ HEADS: dict[str, HeadConfig] = {
     "mtp_mimo": MIMO_HEAD,
     "native_mtp": heads.NativeMtpConfig(),
     "eagle": heads.EagleConfig(),
-    "eagle3": heads.Eagle3Config(**INSIDE),
-    "eagle3_small_vocabulary": heads.Eagle3Config(**INSIDE, **SMALL),
-    "eagle3_own_lm_head": heads.Eagle3Config(**INSIDE, draft_vocab_size=260),
+    "eagle3": heads.Eagle3Config(**INSIDE, **PLAIN),
+    "eagle3_norms": heads.Eagle3Config(**INSIDE),
+    "eagle3_small_vocabulary": heads.Eagle3Config(**INSIDE, **PLAIN, **SMALL),
+    "eagle3_own_lm_head": heads.Eagle3Config(**INSIDE, **PLAIN, draft_vocab_size=260),
     "eagle3_norms_before": heads.Eagle3Config(capture_layers=[1, 2, 4], **NORMS_BEFORE),
     "eagle3_norms_before_inside": heads.Eagle3Config(capture_layers=[0, 2, 3], **NORMS_BEFORE),
-    "eagle3_1": heads.Eagle3Config(**INSIDE, fc_norm=True, norm_output=True),
-    "eagle3_own_rope": heads.Eagle3Config(**INSIDE, rope_parameters=YARN),
-    "eagle3_default_layers": heads.Eagle3Config(),
-    "eagle3_last_stream": heads.Eagle3Config(capture_layers=[1, 2, 4]),
+    "eagle3_1": heads.Eagle3Config(**INSIDE, norm_before_fc=False, fc_norm=True),
+    "eagle3_own_rope": heads.Eagle3Config(**INSIDE, **PLAIN, rope_parameters=YARN),
+    "eagle3_default_layers": heads.Eagle3Config(**PLAIN),
+    "eagle3_last_stream": heads.Eagle3Config(capture_layers=[1, 2, 4], **PLAIN),
     "peagle": heads.PeagleConfig(**INSIDE),
     "medusa": heads.MedusaConfig(ttt_steps=5),
     "medusa_two_layers": heads.MedusaConfig(ttt_steps=3, num_layers=2, fc_bias=True),
@@ -138,6 +140,7 @@ SERVED = {
         "native_mtp": "glm4_moe ernie4_5_moe qwen3_next",
         "eagle": "*llama qwen3 mistral qwen2 qwen3_moe gemma3_text",
         "eagle3": "*llama llama:1 llama:5 qwen3 mistral qwen2 qwen3_moe granite phi3 gpt_oss",
+        "eagle3_norms": "*llama qwen3",
         "eagle3_small_vocabulary": "llama",
         "eagle3_own_lm_head": "qwen3",
         "eagle3_norms_before": "llama",

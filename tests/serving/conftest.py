@@ -153,7 +153,8 @@ def run_of(
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
             *(f"run_dir={directory}", f"target.path={target_dir}"),
             f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-            *("head=eagle3", "head.capture_layers=[1,2,3]", "acceptance.prompt_tokens=32"),
+            *("head=eagle3", "head.capture_layers=[1,2,3]", "head.norm_before_fc=false"),
+            *("head.norm_output=false", "acceptance.prompt_tokens=32"),
             *("acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
             *(f"export.engine={engine}", f"serving.engine={engine}", programs[engine]()),
         )

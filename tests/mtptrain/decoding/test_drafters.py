@@ -74,8 +74,8 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3 own lm_head": ("eagle3", {"draft_vocab_size": 5}),
     "eagle3 draft vocabulary": ("eagle3", {"draft_vocab_size": 4}),
-    "eagle3 norms before": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
-    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "eagle3 norms before": ("eagle3", {"norm_output": False, "norm_before_residual": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_before_fc": False}),
     "medusa": ("medusa", {"ttt_steps": 5, "num_layers": 2, "fc_bias": True}),
     "hydra": ("hydra", {"ttt_steps": 5, "num_layers": 2}),
 }

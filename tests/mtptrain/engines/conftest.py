@@ -42,6 +42,8 @@ def target_config(family: str = "llama", **settings: object) -> PreTrainedConfig
 def head_config(name: str, **settings: Any) -> HeadConfig:
     if name in ("eagle3", "peagle", *BLOCK_DRAFTERS):
         settings.setdefault("capture_layers", [1, 2, 3])
+    if name == "eagle3":  # without the norms that not all engines have
+        settings = {"norm_before_fc": False, "norm_output": False, **settings}
     if name == "dflash2":
         settings.setdefault("selector_top_k", 7)  # llama.cpp serves no more with such small targets
     config: HeadConfig = HEADS[name].Config(**settings)

@@ -54,9 +54,9 @@ EAGLE3_VARIANTS = {
     "own vocabulary": EAGLE3,
     "shared lm_head": Eagle3Config(capture_layers=[0, 1, 2]),
     "whole vocabulary": Eagle3Config(capture_layers=[1, 2], draft_vocab_size=260),
-    "norms before": Eagle3Config(capture_layers=[0, 2], norm_before_fc=True, norm_before_residual=True),
+    "norms before": Eagle3Config(capture_layers=[0, 2], norm_output=False, norm_before_residual=True),
     "own RoPE": Eagle3Config(capture_layers=[0, 1], rope_parameters=YARN),
-    "eagle3.1": Eagle3Config(capture_layers=[0, 1, 2], fc_norm=True, norm_output=True),
+    "eagle3.1": Eagle3Config(capture_layers=[0, 1, 2], fc_norm=True, norm_before_fc=False),
 }
 
 

@@ -162,7 +162,8 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
     whole = (
         r"head's settings must be those of .*, but differ in head \(eagle3 there, mtp here\), .*; set head=eagle3 "
         r"head\.num_attention_heads=1 head\.num_key_value_heads=1 head\.intermediate_size=96 head\.head_dim=64 "
-        r"head\.draft_vocab_size=48 head\.capture_layers=\[1,2\], or choose another head"
+        r"head\.draft_vocab_size=48 head\.norm_output=false head\.capture_layers=\[1,2\] head\.norm_before_fc=false, "
+        "or choose another head"
     )
     cases: list[tuple[str, HeadConfig, str]] = [
         ("eagle3", MTP, whole),

@@ -20,7 +20,7 @@ from tests.mtptrain.engines.conftest import export_head, random_head
 
 BLOCK: dict[str, Any] = {"capture_layers": [1, 2], "mask_token_id": 7, "num_layers": 2, "ttt_steps": 3}
 MTP, EAGLE = heads.MtpConfig(), heads.EagleConfig()
-EAGLE3 = heads.Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48)
+EAGLE3 = heads.Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48, norm_before_fc=False, norm_output=False)
 PEAGLE = heads.PeagleConfig(capture_layers=[1, 2], mask_token_id=7)
 MEDUSA = heads.MedusaConfig(ttt_steps=3, num_layers=2, fc_bias=True)
 DFLASH, DSPARK = heads.DflashConfig(**BLOCK), heads.DsparkConfig(**BLOCK, markov_rank=4)
