@@ -107,7 +107,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        for note in filter(None, [engine.defaults_note(engine.read_by(run.target)), engine.ends_note(run.target)]):
+        for note in engine.notes(run.target):
             print(note)
         write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:
@@ -147,20 +147,16 @@ def served_settings(run: Run) -> dict[str, dict[str, Any]]:
     engine = engine_of(run.config.export.engine)
     generation = engine.read_by(run.target)
     added, rows = engine.added_to(generation), dict[str, dict[str, Any]]()
+    if engine.why_it_fails(run.target):
+        return rows
     penalties = {name: value for name, value in added.items() if name in PENALTIES}
     if (penalties and not engine.has_our_penalties) or added.keys() & generation.processors.keys():
         return rows
     if penalties:
         rows["as_served"] = {"temperature": run.config.acceptance.temperature, **penalties}
     sampled = {name: value for name, value in added.items() if name in ONLY_SAMPLED}
-    is_sampled = generation.samples or "do_sample" not in engine.applies
-    fails = any(engine.how_applied(*each) is Applied.always_refused for each in generation.changes.items())
-    if (
-        (sampled or engine.applies.get("do_sample") is Applied.yes)
-        and is_sampled
-        and not fails
-        and not engine.refused_for(generation)
-    ):
+    is_sampled = generation.samples if engine.applies.get("do_sample") is Applied.yes else bool(sampled)
+    if is_sampled and not engine.refused_for(generation):
         rows["as_served_sampled"] = {**engine.defaults, **sampled, **penalties}
     return rows
 

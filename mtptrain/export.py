@@ -177,7 +177,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mappin
         *filter(None, [engine.note_for_this_machine()]),
         measured,
         *([data_note(data, run.target.tokenizer)] if data else []),
-        *filter(None, [engine.defaults_note(engine.read_by(run.target)), engine.ends_note(run.target)]),
+        *engine.notes(run.target),
         *form.notes(),
         *([mode_note(run.target.template_kwargs_json, engine)] if is_chat else []),
         *(chats_elsewhere(run.target) if is_chat else texts_elsewhere((), run.target)),

@@ -43,7 +43,7 @@ class Applied(StrEnum):
 
 NOTES = {
     Applied.without_drafts: "{engine} does not apply {names}.",
-    Applied.always_refused: "{engine} fails until {names} is removed from the file, or mended.",
+    Applied.always_refused: "{engine} fails until {names} is removed from the file.",
     Applied.yes: "{engine} applies {names} to each request that leaves it out, and then accepts another share of the "
     "drafts than with neutral requests.",
     Applied.refused: "With drafts it refuses sampled requests that leave out {names}.",
@@ -137,10 +137,6 @@ class Engine(ABC):
         read = {"eos_token_ids": own, "tokenizer_eos_token_id": of_tokenizer}
         return [token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens]
 
-    def how_applied(self, name: str, value: Any) -> Applied:
-        """Returns whether the engine applies a setting with this value."""
-        return self.applies.get(name, Applied.without_drafts)
-
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
         changes = generation.changes.items()
@@ -150,12 +146,26 @@ class Engine(ABC):
         """Returns the settings for which the engine refuses sampled requests, with drafts, that leave them out."""
         return [name for name in generation.changes if self.applies.get(name) is Applied.refused]
 
+    def why_it_fails(self, target: TargetFiles) -> str:
+        """Returns the engine's error if a request leaves out what the target's generation_config.json sets, if any."""
+        return ""
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        """Returns what the engine makes of the target's files, unlike neutral requests here."""
+        settings = self.defaults_note(self.read_by(target))
+        if error := self.why_it_fails(target):
+            settings = (
+                f"{self.name} {self.version} fails at requests that leave out what the target's {FILE} sets: {error}; "
+                "mend or remove the setting."
+            )
+        return [note for note in (settings, self.ends_note(target)) if note]
+
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
         sets = generation.changes
         if generation.samples and self.applies.get("do_sample") is Applied.yes:
             sets = {"do_sample": True, **sets}
-        how = {name: self.how_applied(name, value) for name, value in sets.items()}
+        how = {name: self.applies.get(name, Applied.without_drafts) for name in sets}
         named = {each: ", ".join(name for name in sets if how[name] is each) for each in NOTES}
         sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
         engine = f"{self.name} {self.version}"

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from mtptrain.engines.base import GENERATION_SETTINGS, Applied, Engine
 from mtptrain.engines.format import LAYER_PARTS, Format
@@ -17,8 +18,8 @@ from mtptrain.engines.target_files import add_target_files
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.families import sliding_window
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import GenerationDefaults
-from mtptrain.utils.errors import UserError
+from mtptrain.target.generation import FILE, GenerationDefaults
+from mtptrain.utils.errors import UserError, error_summary
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
@@ -116,11 +117,19 @@ class Transformers(Engine):
         own = target.generation
         return own if own.do_sample else replace(own, temperature=None, top_p=None, top_k=None, min_p=None)
 
-    def how_applied(self, name: str, value: Any) -> Applied:
-        """Returns whether `generate` applies a setting, or fails, as with a whole number for some."""
-        must_be_float = name in ("temperature", "repetition_penalty")
-        fails = must_be_float and (value == 0 or not isinstance(value, float))
-        return Applied.always_refused if fails else super().how_applied(name, value)
+    def why_it_fails(self, target: TargetFiles) -> str:
+        """Returns the error of `generate`, which a tiny model shows, but not of settings that need code of the hub."""
+        if not (target.directory / FILE).is_file() or target.own_generation.processors.keys() & {*REFUSED}:
+            return ""
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        with torch.random.fork_rng(devices=[]):
+            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=target.config.vocab_size, **sizes))
+            model.generation_config = GenerationConfig.from_pretrained(target.directory)
+            try:
+                model.generate(torch.tensor([[0]]), max_new_tokens=2, min_new_tokens=0, pad_token_id=0)
+            except Exception as error:  # of code that checks no types
+                return error_summary(error)
+        return ""
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         assert isinstance(head, MtpConfig)

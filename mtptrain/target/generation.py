@@ -57,8 +57,11 @@ NO_EFFECT = {
 }
 """Keys that change no token of one greedy or sampled answer."""
 
-NO_EFFECT_VALUES = {"num_beams": 1, "num_return_sequences": 1, "typical_p": 1.0, "encoder_repetition_penalty": 1.0}
-"""The values with which further keys change none."""
+NO_EFFECT_VALUES = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
+    **{"guidance_scale": 1, "max_time": None},
+}
+"""The values with which further keys change none; of all other keys, these are false, 0 and what is empty."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def parse_generation(given: dict[str, Any], path: Path, config: PreTrainedConfig
     processors = {
         name: value
         for name, value in others.items()
-        if value not in (NO_EFFECT_VALUES.get(name), False, [], {})
+        if (value != NO_EFFECT_VALUES[name] if name in NO_EFFECT_VALUES else value not in (False, [], {}))
         or (name.endswith("token_id") and value is not False)
     }
     ends, source = as_ids(given.get("eos_token_id")), path

@@ -1,6 +1,7 @@
 """Tests what acceptance and `mtptrain serving-check` say of settings that a server adds to a request."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,16 +81,28 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     note = engine_of("transformers").defaults_note(
         GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
     )
-    assert "applies num_beams to each" in note and "fails until stop_strings is removed from the file, or" in note
-    for sampling, said in (
-        ({"temperature": 0.0}, ""),
-        ({"temperature": 0.0, "do_sample": True}, "fails until temperature is"),
-        ({"repetition_penalty": 2}, "fails until repetition_penalty is"),
-        ({"do_sample": True}, "sets do_sample True. transformers 5.23 applies do_sample to each"),
+    assert "applies num_beams to each" in note and "fails until stop_strings is removed from the file." in note
+    fails = "fails at requests that leave out what the target's generation_config.json sets: "
+    for name, settings, said in (
+        ("transformers", {"temperature": 0.0}, ""),
+        ("transformers", {"do_sample": True}, "sets do_sample True. transformers 5.23 applies do_sample to each"),
+        ("transformers", {"temperature": 0.0, "do_sample": True}, rf"{fails}ValueError: .*temperature"),
+        ("transformers", {"repetition_penalty": 2}, rf"{fails}ValueError: .*penalty"),
+        ("transformers", {"do_sample": True, "typical_p": "x"}, rf"{fails}TypeError"),
+        ("transformers", {"bad_words_ids": [5]}, rf"{fails}ValueError"),
+        ("transformers", {"guidance_scale": 0}, "applies guidance_scale"),
+        ("vllm", {"temperature": 3.0}, rf"{fails}temperature must be in \[0, 2\], got 3"),
     ):
-        own = run_with(target, "transformers", **sampling).target
-        note = engine_of("transformers").defaults_note(engine_of("transformers").read_by(own))
-        assert said in note and bool(said) is bool(note), (sampling, note)
+        notes = engine_of(name).notes(run_with(target, name, **settings).target)
+        assert len(notes) == bool(said) and all(re.search(said, note) for note in notes), (settings, notes)
+    (target / "config.json").write_text(
+        (config := (target / "config.json").read_text()).replace("{", '{"seq_len": 9, ', 1)
+    )
+    assert [
+        "takes 9 tokens at most, by seq_len" in note
+        for note in engine_of("vllm").notes(run_with(target, "vllm").target)
+    ]
+    (target / "config.json").write_text(config)
     greedy = run_with(target, "transformers", do_sample=False, temperature=0.7, repetition_penalty=1.05).target
     assert engine_of("transformers").read_by(greedy).sampling == {"repetition_penalty": 1.05}
     other = run_with(target, "vllm", eos_token_id=[3]).target

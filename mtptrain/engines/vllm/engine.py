@@ -21,6 +21,7 @@ from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import head_dim, key_heads
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import NEUTRAL
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
@@ -59,6 +60,15 @@ DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 """Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 
 
+MAX_TEMPERATURE = 2
+"""Above it every request is an error."""
+CONTEXTS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+"""Keys of which the least is the context of a target, or that of `model_max_length` if it is there."""
+
+
 class Vllm(RunningEngine):
     name = "vLLM"
     version = client.VERSION
@@ -89,6 +99,22 @@ class Vllm(RunningEngine):
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         return limits.why_not(head, target)
+
+    def why_it_fails(self, target: TargetFiles) -> str:
+        temperature = target.generation.temperature or 0
+        return f"temperature must be in [0, 2], got {temperature}" if temperature > MAX_TEMPERATURE else ""
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        config = target.config
+        contexts = {key: value for key in CONTEXTS if isinstance(value := getattr(config, key, None), int)}
+        key = "model_max_length" if contexts.get("model_max_length") else min(contexts, key=contexts.__getitem__)
+        if contexts[key] >= config.max_position_embeddings:
+            return super().notes(target)
+        return [
+            *super().notes(target),
+            f"vLLM {self.version} takes {contexts[key]:,} tokens at most, by {key} of the target's config.json, whose "
+            f"max_position_embeddings is {config.max_position_embeddings:,}: remove that key to serve longer contexts.",
+        ]
 
     def check_directory(self, directory: Path, form: Format, setting: str = "export.output_dir") -> None:
         name = next((each for each in METHODS_BY_NAME if each in str(directory.resolve()).lower()), None)
