@@ -121,7 +121,12 @@ class Transformers(Engine):
         """Returns the error of `generate`, which a tiny model shows, but not of settings that need code of the hub."""
         if not (target.directory / FILE).is_file() or target.own_generation.processors.keys() & {*REFUSED}:
             return ""
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes: dict[str, Any] = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
         with torch.random.fork_rng(devices=[]):
             model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=target.config.vocab_size, **sizes))
             model.generation_config = GenerationConfig.from_pretrained(target.directory)
