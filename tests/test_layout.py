@@ -155,6 +155,7 @@ def test_an_engines_name_is_in_its_own_file_the_table_and_the_settings_alone() -
 IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.engines.vllm.vllm_worker": {"vllm"},
     "mtptrain.engines.openvino.openvino_worker": {"openvino", "openvino_genai"},
+    "mtptrain.engines.mlx.mlx_worker": {"mlx", "mlx_lm", "mlx_vlm"},
     "benchmarks.learning_peer": {"speculators"},
 }
 """Modules that run in the Python environment of an engine or another trainer, and what they can import there."""

@@ -34,6 +34,13 @@ class EngineCounts:
         ours = summarise(generations)
         return cls(ours.rounds, ours.drafted, ours.accepted_at)
 
+    @classmethod
+    def of_rounds(cls, accepted: Sequence[Sequence[int]], num_drafts: int) -> "EngineCounts":
+        """Returns the counters of an engine that says how many drafts each round of each answer accepted, of K."""
+        rounds = [num_accepted for answer in accepted for num_accepted in answer]
+        depths = range(max((num_drafts, *rounds)))
+        return cls(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])
+
     @property
     def acceptance_length(self) -> Figure:
         return share(self.rounds + sum(self.accepted_at), self.rounds)
@@ -125,6 +132,28 @@ class LoadResult:
     """Seconds from the first request to the end of the last answer."""
     counts: EngineCounts | None
     """None without drafts."""
+
+
+def accepted_within(generations: Sequence[Generation], num_last: int = 0) -> list[list[int]]:
+    """Returns the number of accepted drafts in each round of our answers, up to the end of each answer.
+
+    The last `num_last` tokens of an answer do not count.
+    """
+    accepted = []
+    for generation in generations:
+        rounds, left = [], len(generation.tokens) - 1 - num_last  # the target chose the first token itself
+        for num_accepted in generation.accepted_by_round:
+            rounds.append(min(num_accepted, left))
+            left -= num_accepted + 1
+        accepted.append(rounds)
+    return accepted
+
+
+def load_result(load: Mapping[str, Any], accepted: Sequence[Sequence[int]], num_drafts: int) -> LoadResult:
+    """Returns the result of a load from what a worker says of it: the times and tokens of the steps of its answers."""
+    answers = [Answer(*each) for each in zip(load["steps_s"], map(sum, load["tokens_of_steps"]), strict=True)]
+    counts = EngineCounts.of_rounds(accepted, num_drafts) if num_drafts else None
+    return LoadResult(answers, load["duration_s"], counts)
 
 
 def best_num_drafts(speeds: Speeds) -> dict[int, int]:

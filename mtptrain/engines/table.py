@@ -28,6 +28,7 @@ ENGINES = {
     ExportEngine.llama_cpp: "llama_cpp.engine",
     ExportEngine.tensorrt_llm: "tensorrt_llm",
     ExportEngine.openvino: "openvino.engine",
+    ExportEngine.mlx: "mlx.engine",
     ExportEngine.transformers: "transformers",
 }
 """The module of each engine, in this package. Its `ENGINE` is the engine."""

@@ -34,6 +34,8 @@ class ExportEngine(StrEnum):
     tensorrt_llm = "tensorrt_llm"
     openvino = "openvino"
     """A directory that optimum-intel converts for OpenVINO GenAI."""
+    mlx = "mlx"
+    """For Macs: mlx-lm or mlx-vlm, as the head needs."""
     transformers = "transformers"
     """`generate(use_mtp=True)`: the directory includes the target."""
 
@@ -42,6 +44,7 @@ class ServingEngine(StrEnum):
     vllm = "vllm"
     llama_cpp = "llama_cpp"
     openvino = "openvino"
+    mlx = "mlx"
 
 
 @dataclass
@@ -186,9 +189,9 @@ class ServingConfig:
 
     engine: ServingEngine = ServingEngine.vllm
     program: str | None = None
-    """The engine's program: a Python interpreter with vLLM, or with OpenVINO GenAI and optimum-intel, or llama.cpp's
-    `llama-server`. null uses what `make` installed in the checkout, or else `llama-server` on PATH. That of vLLM also
-    serves `hidden_states.backend=vllm`."""
+    """The engine's program: a Python interpreter with vLLM, with OpenVINO GenAI and optimum-intel, or with mlx-lm and
+    mlx-vlm; or llama.cpp's `llama-server`. null uses what `make` installed in the checkout, or else `llama-server` on
+    PATH. That of vLLM also serves `hidden_states.backend=vllm`."""
     openvino_weights: OpenvinoWeights = OpenvinoWeights.fp32
     """Type of the weights of target and head after their conversion for OpenVINO. Only fp32 is exact."""
     url: str | None = None
@@ -248,7 +251,7 @@ ENGINES_WITH = {
     "serving_check.concurrency": (ServingEngine.vllm, ServingEngine.llama_cpp),
     "serving_bench.server_args": (ServingEngine.vllm, ServingEngine.llama_cpp),
 }
-"""The engines that have a setting. OpenVINO has no server."""
+"""The engines that have a setting. OpenVINO has no server, and those of MLX take no token ids."""
 
 
 def check_serving(settings: ServingBenchConfig, serving: ServingConfig, check: ServingCheckConfig) -> None:

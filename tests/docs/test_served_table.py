@@ -28,6 +28,7 @@ MORE_FAMILIES = {
 IN_TABLE = ("mtp", "eagle", "eagle3", "peagle", "medusa", "dflash", "dspark", "dflash2", "draft_model")
 ENGINES = {
     **{"vllm": "vLLM 0.32", "llama_cpp": "llama.cpp b11434", "openvino": "OpenVINO GenAI 2026.4"},
+    "mlx": "MLX 0.32",
     **{"sglang": "SGLang 0.5.23", "tensorrt_llm": "TensorRT-LLM 1.3", "transformers": "transformers 5.23"},
 }
 NAMES = {"eos_token_ids": "`eos_token_id`", "tokenizer_eos_token_id": "the tokenizer's `eos_token`"}
@@ -62,6 +63,8 @@ def served_table(directory: Path) -> str:
     """Returns a table with a row for each engine and head, and a column for each family."""
     lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
     targets = {name: read_target_config(make_served_target(directory / "targets" / name, name)) for name in FAMILIES}
+    for target in targets.values():
+        target.name_or_path = ""  # whose config.json lacks what mlx-lm reads, as transformers writes it
     for engine, engine_name in ENGINES.items():
         for head in IN_TABLE:
             if HEADS[head].name in engine_of(engine).formats:
@@ -80,7 +83,7 @@ def applied_table() -> str:
 
     tests/serving/test_generation_config.py runs the engines.
     """
-    engines = {name.replace("GenAI ", ""): engine_of(key) for key, name in ENGINES.items() if engine_of(key).applies}
+    engines = {name.split()[0]: engine_of(key) for key, name in ENGINES.items() if engine_of(key).applies}
     lines = ["| setting | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
     for setting in GENERATION_SETTINGS:
         cells = [NAMES.get(setting, f"`{setting}`")]

@@ -59,6 +59,15 @@ LATENT = FAMILIES["deepseek_v2"][1] | {
 }
 # Without its linear attention, for which vLLM has CPU kernels in bf16 alone. The MTP module has none.
 QWEN3_NEXT = EXPERTS | SHARED_EXPERT | {"layer_types": ["full_attention"] * 4, "initializer_range": 0.07}
+# Three of four layers keep a state. Small weights, because only attention's are scaled.
+QWEN3_5 = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{"layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 64, "initializer_range": 0.05},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [3, 3, 2], "mrope_interleaved": True},
+    },
+}
 TARGETS = {
     "llama": TargetKind("llama", 1.5, SCALED),
     "llama_repeating": TargetKind("llama", 1.5, SCALED, step=0),
@@ -83,6 +92,7 @@ TARGETS = {
     "glm4_moe": TargetKind("glm4_moe", 1.8, ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "ernie4_5_moe": TargetKind("ernie4_5_moe", 1.8, ERNIE_EXPERTS),
     "qwen3_next": TargetKind("qwen3_next", 2.0, QWEN3_NEXT),
+    "qwen3_5": TargetKind("qwen3_5_text", 1.5, QWEN3_5),
 }
 INSIDE: dict[str, Any] = {"capture_layers": [1, 2, 3]}
 BLOCK = INSIDE | {"ttt_steps": 3}
@@ -198,6 +208,16 @@ SERVED = {
         "dflash_two_norms": "llama_shared",
         "dflash_mixed_windows": "llama_shared",
         "draft_model": "llama qwen3 mistral qwen2",
+    },
+    "mlx": {
+        "draft_model": "*llama llama:1 llama:5 qwen3 mistral qwen2 qwen3_moe granite phi3 glm4 olmoe",
+        "eagle3": "*qwen3_5 qwen3_5:1 qwen3_5:5",
+        "eagle3_small_vocabulary": "qwen3_5",
+        "eagle3_own_lm_head": "qwen3_5",
+        "eagle3_norms_before": "qwen3_5",
+        "dflash": "*qwen3_5",
+        "dflash_K5": "qwen3_5",
+        "dflash_two_norms": "qwen3_5",
     },
 }
 """The heads and targets that each engine serves in the tests, `TARGET` or `TARGET:K`. Those with a star are quick."""

@@ -25,6 +25,7 @@ from mtptrain.target.loading import load_target
 from tests.conftest import TINY_SETTINGS, Run, make_config, succeed, write_text_files
 from tests.serving.cases import Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
+from tests.serving.mlx import mlx_python, mlx_target_of, serve_by_mlx  # noqa: F401 (fixtures)
 from tests.serving.openvino import openvino_dir, openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.vllm_jobs import KV_CACHE_BYTES, JobRun, generate, job_of

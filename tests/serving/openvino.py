@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.openvino.engine import ENGINE, accepted_of, counts_of, job_of, run
+from mtptrain.engines.openvino.engine import ENGINE, accepted_of, job_of, run
 from mtptrain.engines.process import CHECKOUT
 from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
@@ -52,7 +52,7 @@ def serve_by_openvino(
         counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, QUESTIONS)
         result = run(openvino_python, "decode", job)
         accepted = accepted_of(result["steps"])
-        counts = counts_of(accepted, case.num_speculative_tokens)
+        counts = EngineCounts.of_rounds(accepted, case.num_speculative_tokens)
         return ours, EngineRun(result["version"], result["tokens"], counts, accepted), counted
 
     return serve

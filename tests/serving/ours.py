@@ -1,6 +1,6 @@
 """What mtptrain itself decodes for the cases that engines serve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +44,29 @@ class OnDisk:
 
 
 def drafted_here(
-    case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
+    case: Case,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[Generation]:
     """Returns what mtptrain's own decoding generates for the same prompts with the head of a case."""
     target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
     drafter = HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens)
-    return decoded_here(target, drafter, case.num_speculative_tokens)
+    return decoded_here(target, drafter, case.num_speculative_tokens, prompts=prompts)
 
 
 def decoded_here(
-    target: Target, drafter: Drafter, num_speculative_tokens: int, sampler: Sampler = GREEDY
+    target: Target,
+    drafter: Drafter,
+    num_speculative_tokens: int,
+    sampler: Sampler = GREEDY,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[Generation]:
     """Returns what mtptrain's own decoding generates for the same prompts with any drafter."""
     return generate_in_batches(
         target,
         drafter,
-        PROMPTS,
+        prompts,
         num_speculative_tokens=num_speculative_tokens,
         max_new_tokens=MAX_NEW_TOKENS,
         sampler=sampler,

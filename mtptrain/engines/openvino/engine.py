@@ -18,7 +18,16 @@ from mtptrain.engines.base import Applied, RunningEngine, Served
 from mtptrain.engines.limits import Refusal, must_be_false, no_anchor, why_not_captured, window_of
 from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
 from mtptrain.engines.process import EngineCrashed, find_python, run_worker, warn_of_version
-from mtptrain.engines.requests import Answer, EngineCounts, EngineRun, Load, LoadResult, Questions, Requests
+from mtptrain.engines.requests import (
+    EngineCounts,
+    EngineRun,
+    Load,
+    LoadResult,
+    Questions,
+    Requests,
+    accepted_within,
+    load_result,
+)
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
@@ -115,14 +124,7 @@ class Openvino(RunningEngine):
             return [decode(served.program, job | each._asdict()) for each in asked]
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
-        accepted = []
-        for generation in generations:
-            rounds, position = [], 1  # the target chose token 0 itself
-            for num_accepted in generation.accepted_by_round:
-                rounds.append(min(num_accepted, len(generation.tokens) - position - 1))
-                position += num_accepted + 1
-            accepted.append(rounds)
-        return counts_of(accepted, num_drafts), RULE
+        return EngineCounts.of_rounds(accepted_within(generations, num_last=1), num_drafts), RULE
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
@@ -131,14 +133,7 @@ class Openvino(RunningEngine):
         job = job_of(served, num_drafts, scratch_dir)
         job |= {"requests": asdict(requests), "loads": [asdict(load) for load in loads]}
         result = run(served.program, "load", job)
-        results = []
-        for load in result["results"]:
-            answers = [
-                Answer(steps_s, sum(tokens))
-                for steps_s, tokens in zip(load["steps_s"], load["tokens_of_steps"], strict=True)
-            ]
-            counts = counts_of(accepted_of(load["tokens_of_steps"]), num_drafts) if num_drafts else None
-            results.append(LoadResult(answers, load["duration_s"], counts))
+        results = [load_result(each, accepted_of(each["tokens_of_steps"]), num_drafts) for each in result["results"]]
         return result["version"], results
 
 
@@ -173,7 +168,8 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
 def decode(python: Path, job: dict[str, Any]) -> EngineRun:
     result = run(python, "decode", job)
     accepted = accepted_of(result["steps"])
-    return EngineRun(result["version"], result["tokens"], counts_of(accepted, job["num_speculative_tokens"]), accepted)
+    counts = EngineCounts.of_rounds(accepted, job["num_speculative_tokens"])
+    return EngineRun(result["version"], result["tokens"], counts, accepted)
 
 
 def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -182,12 +178,6 @@ def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:
     The first step reads the prompt. In every other one, the last token is the target's own.
     """
     return [[num_tokens - 1 for num_tokens in of_answer[1:]] for of_answer in steps]
-
-
-def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) -> EngineCounts:
-    rounds = [num_accepted for answer in accepted for num_accepted in answer]
-    depths = range(max((num_speculative_tokens, *rounds)))
-    return EngineCounts(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])
 
 
 ENGINE = Openvino()

@@ -19,7 +19,7 @@ def test_every_engine_of_the_settings_is_in_the_table() -> None:
 
 def test_an_engine_that_is_missing_is_refused_with_how_to_install_it(tmp_path: Path) -> None:
     missing, other = tmp_path / "missing", fake_python(tmp_path, "#!/bin/sh\nexit 1\n")
-    folders = ".venv-vllm", ".engines/llama_cpp", ".venv-openvino"
+    folders = ".venv-vllm", ".engines/llama_cpp", ".venv-openvino", ".venv-mlx"
     for engine, made in zip(map(running_engine, ServingEngine), folders, strict=True):
         for path in (missing, other) if engine.name != "llama.cpp" else (missing,):
             message = rf"serving\.program: must be .*, but {path} .*; run `make {made}/\.installed`"

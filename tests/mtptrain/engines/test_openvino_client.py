@@ -8,7 +8,6 @@ import pytest
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import Served
-from mtptrain.engines.openvino.engine import counts_of
 from mtptrain.engines.requests import Answer, EngineCounts, Load, Questions, Requests
 from mtptrain.engines.table import running_engine
 from mtptrain.settings.evaluation import ServingConfig
@@ -26,8 +25,8 @@ def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
     counted, rule = running_engine("openvino").counted([whole, cut], 3, QUESTIONS)
     assert counted == EngineCounts(4, None, [4, 2, 0]) and "drafted tokens are not compared" in rule
     # Of an engine that accepts more drafts than it should make, `check_counts` of serving-check sees another K.
-    assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
-    assert counts_of([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
+    assert EngineCounts.of_rounds([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
+    assert EngineCounts.of_rounds([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
 
 
 CRASHES_ONCE = f"""#!{sys.executable}
