@@ -54,8 +54,8 @@ FAMILIES = (
 """Families that mlx-lm has a class for, whose layers all keep keys and values. Those of the last line have windows."""
 READS_ROPE = ("qwen3", "ministral3")
 """Those whose class reads rope_parameters."""
-WITH_STREAMS = {"eagle3": ("qwen3_5_text", "gemma4_text"), "dflash": ("qwen3_5_text",)}
-"""Families of which mlx-vlm's classes return residual streams, and whose counters were compared with ours."""
+WITH_STREAMS = "qwen3_5_text"
+"""The family of which mlx-vlm's class returns residual streams, and whose counters were compared with ours."""
 
 
 class Mlx(RunningEngine):
@@ -75,9 +75,9 @@ class Mlx(RunningEngine):
             yield from why_not_rope(target)
             yield from why_not_model("head.init_from", "model", model_config(head, target))
             return
-        if target.model_type not in (families := WITH_STREAMS[head.name]):
+        if target.model_type != WITH_STREAMS:
             reason = "mlx-vlm's class of others returns no residual streams, or has not been compared with ours"
-            yield Refusal("target.path", f"one of {', '.join(families)}", f"a {target.model_type}", reason)
+            yield Refusal("target.path", f"a {WITH_STREAMS}", f"a {target.model_type}", reason)
         yield from why_not_captured(
             self.name, head, target, has_embeddings=False, has_three=True, has_own_lm_head=False
         )
@@ -88,9 +88,6 @@ class Mlx(RunningEngine):
         if isinstance(head, Eagle3Config):
             for setting in ("fc_norm", "norm_output"):
                 yield from must_be_false(head, setting, "mlx-vlm's class of EAGLE-3 heads does not have it")
-            if target.model_type == "gemma4_text" and head.draft_vocab_size not in (None, target.vocab_size):
-                reason = "mlx-vlm verifies greedy answers within the draft vocabulary, which changes them"
-                yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
         else:
             yield from no_anchor(self.name, head)
             if head.sliding_window is not None or head.causal != CausalLayers.none:
@@ -142,11 +139,15 @@ def why_not_model(setting: str, kind: str, model: PreTrainedConfig) -> Iterator[
 
 
 def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields the keys that mlx-lm misses in a target's config.json, where transformers 5 has rope_parameters alone."""
+    """Yields the keys that mlx-lm misses in a target's config.json, where transformers 5 has rope_parameters alone.
+
+    findings/mlx_lm_ignores_rope_parameters.sh shows it.
+    """
     path = Path(target.name_or_path or "") / "config.json"
     config = read_json(path) if target.name_or_path and path.is_file() else {}
     keys = rope_for_mlx_lm(config.get("rope_parameters") or {})
-    missing = json.dumps({name: value for name, value in keys.items() if name not in config})
+    own = {"rope_theta": 1e4} if target.model_type in ("llama", "mistral") else {}
+    missing = json.dumps({name: value for name, value in keys.items() if value != (own | config).get(name)})
     if missing != "{}" and target.model_type not in READS_ROPE:
         reason = f"mlx-lm reads no rope_parameters, and rotates {target.model_type} otherwise, without a word"
         instead = f"add the entries {missing} to {path}, which change nothing in transformers and vLLM"
