@@ -115,23 +115,18 @@ class MlxEagle3(MlxHead, VllmEagle3):
         save_tensors(directory / self.copies_name, copies)
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        """Returns the command of mlx-vlm's server, or a program where that server hides the prompt from the head."""
-        if self.target.model_type == "gemma4_text":
-            return super().launch(target, directory, num_speculative_tokens)
+        """Returns a program, because mlx-vlm's server hides the prompt from the head."""
         paths = {"target": shlex.quote(target), "directory": shlex.quote(str(directory))}
         return WITH_WHOLE_PROMPT.format(**paths, block_size=num_speculative_tokens + 1)
 
     def notes(self) -> list[str]:
-        notes = [
-            "Without `draft_block_size` (K + 1), mlx-vlm drafts one token in each round, whatever config.json says."
+        return [
+            "Without `draft_block_size` (K + 1), mlx-vlm drafts one token in each round.",
+            "Set `prefill_step_size=None`: otherwise mlx-vlm 0.7.10 reads a prompt in chunks, gives the head its last "
+            "token alone, and accepts fewer drafts without saying so (117 instead of 132 with a tiny head). "
+            "`mlx_vlm.server` and `mlx_vlm.generate` have no option for that.",
+            *super().notes(),
         ]
-        if self.target.model_type != "gemma4_text":
-            notes.append(
-                "Set `prefill_step_size=None`: otherwise mlx-vlm 0.7.10 reads a prompt in chunks, gives the head its "
-                "last token alone, and accepts fewer drafts without saying so (117 instead of 132 with a tiny head). "
-                "`mlx_vlm.server` and `mlx_vlm.generate` have no option for that."
-            )
-        return notes + super().notes()
 
 
 class MlxDflash(MlxHead, VllmDflash):

@@ -15,6 +15,7 @@ MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": 
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 WINDOW = {"sliding_window": 128}
 SLIDING = {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}
+QWEN3_5: tuple[str, dict[str, Any]] = ("qwen3_5_text", {"head_dim": 64})
 Case = tuple[str, str, dict[str, Any], str, dict[str, Any], str]
 """Engine, head, its settings, the target's family, its settings, and a part of the message."""
 # fmt: off
@@ -60,6 +61,19 @@ REFUSED: list[Case] = [
     ("openvino", "dflash", {"causal": "all"}, "llama", {}, "head.causal: must be none to export head dflash"),
     ("openvino", "eagle3", {}, "gemma3_text", {}, "target.path: must be one of llama, mistral, qwen2, qwen3 to"),
     ("openvino", "draft_model", {"init_from": "mistral"}, "llama", {}, "head.init_from: must be a model"),
+    ("mlx", "eagle3", {}, "llama", {}, "target.path: must be a qwen3_5_text to export head eagle3 for mlx"),
+    ("mlx", "eagle3", {"draft_vocab_size": 64}, "gemma4_text", {}, "or has not been compared with ours"),
+    *(("mlx", "eagle3", {setting: True}, *QWEN3_5, f"head.{setting}: must be false to export head eagle3 for mlx")
+      for setting in ("fc_norm", "norm_output")),
+    ("mlx", "eagle3", {"capture_layers": [0, 1, 2]}, *QWEN3_5, "must be above 0 (the embeddings) to export head"),
+    ("mlx", "eagle3", {"capture_layers": [1, 2]}, *QWEN3_5, "head.capture_layers: must be three to export head"),
+    ("mlx", "eagle3", {"rope_parameters": YARN_ROPE}, *QWEN3_5, "head.rope_parameters: must be of type default to"),
+    ("mlx", "dflash", {"draft_vocab_size": 64}, *QWEN3_5, "head.draft_vocab_size: must be null to export head dfl"),
+    ("mlx", "dflash", {"sliding_window": 9}, *QWEN3_5, "must be one without windows and causal layers to export"),
+    ("mlx", "dflash", {"sample_from_anchor": True}, *QWEN3_5, "head.sample_from_anchor: must be false to export"),
+    ("mlx", "dflash2", {}, *QWEN3_5, "export.engine: must be vllm or sglang or llama_cpp to export head dflash2"),
+    ("mlx", "draft_model", {}, *QWEN3_5, "must be a target that mlx-lm has a class for to export head draft_model"),
+    ("mlx", "draft_model", {}, "mistral", WINDOW, "must be a target without a sliding window to export head draft"),
     ("transformers", "mtp", {"attention_bias": True}, "llama", {}, "must be without a RoPE or other set"),
     ("transformers", "mtp", {}, "qwen3", {}, "must be a Llama or Mistral with full attention, SiLU and no"),
     ("transformers", "mtp", {}, "mistral", WINDOW, "but is one with a sliding window of 128 tokens:"),
