@@ -39,6 +39,7 @@ PARTS = [
     "api",
     "clean",
     "doctor",
+    "init",
     "__main__",
 ]
 """The parts of `mtptrain/`. Each may import only from those before it."""

@@ -8,11 +8,11 @@ An argument may be a YAML file of one's own, whose settings are nested as in a r
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +25,8 @@ from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, Arguments, advic
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.utils.errors import UserError, refusing
+
+T = TypeVar("T")
 
 LISTS = {
     f"{section.name}.{each.name}"
@@ -125,7 +127,7 @@ def hydra_value(value: Any) -> str:
     """Returns a value of a YAML file in the grammar of Hydra's overrides."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(hydra_value, value))}]"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
@@ -152,11 +154,16 @@ def compose_config(*arguments: str) -> PipelineConfig:
     Raises:
         UserError: if an argument is wrong, with the line that the command line prints.
     """
+    return composed(arguments, load_config)
+
+
+def composed(arguments: Sequence[str], read: Callable[[DictConfig], T]) -> T:
+    """Returns what `read` makes of the config that Hydra composes."""
     given = Arguments([])
     try:
         given = expanded(arguments)
         refuse_additions(given)
         with initialize_config_dir(RECIPES, version_base="1.3"):
-            return load_config(compose("pipeline", given.overrides))
+            return read(compose("pipeline", given.overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(mistake(error, given)) from error

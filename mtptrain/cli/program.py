@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.cli.arguments import expanded, refuse_additions
+from mtptrain.cli.help import print_help
 from mtptrain.cli.mistakes import Arguments, mistake
 from mtptrain.cli.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
@@ -48,7 +49,13 @@ def run_stage(name: str) -> None:
         with guarded_imports():
             return import_module(module)
 
-    if STAGES[name].takes_settings:
+    arguments = [each for each in sys.argv[1:] if each not in ("--help", "-h")]
+    if STAGES[name].takes_settings and arguments != sys.argv[1:]:
+        try:
+            print_help(name, arguments)
+        except UserError as error:
+            exit_with_error(error, str(error), EXIT_MISTAKE)
+    elif STAGES[name].takes_settings:
         run_program(lambda config: load().main(config))
     else:
         load().main()

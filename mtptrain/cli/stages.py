@@ -30,7 +30,7 @@ class Stage:
     output: str = ""
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
     reads: tuple[str, ...] = ()
-    """The entries of the config that shape its output and that no stage before it reads: see `settings_of`."""
+    """The entries of the config that it reads: those that its help shows and, in a whole run, that shape its output."""
     kept: str = KEPT_STAGES
     """The line after Ctrl-C. mtptrain train looks for checkpoints instead."""
     takes_settings: bool = True
@@ -58,6 +58,7 @@ STAGES = {
         "process",
         _always,
         "prompts/manifest.json",
+        ("target", "prompts"),
     ),
     "draft-vocab": Stage(
         "data_prep.draft_vocab",
@@ -73,11 +74,11 @@ STAGES = {
         "ranks",
         _always,
         "hidden_states/manifest.json",
-        ("hidden_states",),
+        ("target", "head", "hidden_states"),
         "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     ),
     "train": Stage(
-        "mtptrain.train", "3. train the head", "ranks", _always, "train/last/head.json", ("train", "deepspeed")
+        "mtptrain.train", "3. train the head", "ranks", _always, "train/last/head.json", ("head", "train", "deepspeed")
     ),
     "choose-head": Stage(
         "eval.choose_head",
@@ -88,7 +89,12 @@ STAGES = {
         ("acceptance",),
     ),
     "acceptance": Stage(
-        "eval.acceptance", "4. measure the acceptance of the head", "ranks", _always, "acceptance/report.json"
+        "eval.acceptance",
+        "4. measure the acceptance of the head",
+        "ranks",
+        _always,
+        "acceptance/report.json",
+        ("acceptance",),
     ),
     "export": Stage(
         "mtptrain.export",
@@ -98,15 +104,25 @@ STAGES = {
         "export/{engine}/serving.json",
         ("export",),
     ),
-    "plan": Stage("mtptrain.all_stages", "print the disk, memory and hours that a run needs; run nothing"),
+    "plan": Stage(
+        "mtptrain.all_stages", "print the disk, memory and hours that a run needs; run nothing", reads=("planner",)
+    ),
     "verify": Stage("data_prep.hidden_states", "check every byte of the stored hidden states against its hash"),
     "compare": Stage(
         "eval.compare",
         "compare measurements on one page; takes directories of runs instead of settings",
         takes_settings=False,
     ),
-    "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
-    "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
+    "serving-check": Stage(
+        "eval.serving_check",
+        "serve the exported head and compare the engine's counters with ours",
+        reads=("acceptance", "serving", "serving_check"),
+    ),
+    "serving-bench": Stage(
+        "eval.serving_bench",
+        "measure latency and tokens/s of an engine with and without the head",
+        reads=("acceptance", "serving", "serving_bench"),
+    ),
     "doctor": Stage(
         "mtptrain.doctor",
         "print what this machine has: memory, versions, engines, environment; takes no settings",
@@ -133,4 +149,4 @@ def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:
 def settings_of(name: str) -> tuple[str, ...]:
     """Returns the entries of the config that shape a stage's output: its own, and those of the stages before it."""
     names = list(STAGES)
-    return tuple(entry for stage in names[: names.index(name) + 1] for entry in STAGES[stage].reads)
+    return tuple(dict.fromkeys(entry for stage in names[: names.index(name) + 1] for entry in STAGES[stage].reads))

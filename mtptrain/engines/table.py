@@ -67,13 +67,9 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
     Raises UserError, with the reason and what to do, if the engine cannot serve the head with the target.
     """
     if (refusal := first_refusal(engine, head, target)) is not None:
-        engines = [key for key in ADVISED if refusal.may_change_engine and first_refusal(key, head, target) is None]
-        heads = heads_served(engine, target) if refusal.setting in ("target.path", "export.engine") else []
-        remedies = [f"set export.engine={' or '.join(engines)}"] * bool(engines)
-        remedies += filter(None, [refusal.instead, f"train head={' or '.join(heads)}" if heads else ""])
         raise UserError(
             f"{refusal.setting}: must be {refusal.must_be} to export head {head.name} for {engine}, but is "
-            f"{refusal.value}: {refusal.reason}; {', or '.join(remedies) or 'choose another target'}"
+            f"{refusal.value}: {refusal.reason}; {remedies(refusal, engine, head, target)}"
         )
     form = engine_of(engine).formats[head.name].for_target(head, target)
     form.target_gguf = target_gguf
@@ -81,15 +77,29 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
     return form
 
 
+def remedies(refusal: Refusal, engine: str, head: HeadConfig, target: PreTrainedConfig) -> str:
+    """Returns what to do instead, with only those engines and heads that would not refuse this target in turn."""
+    engines = [key for key in ADVISED if refusal.may_change_engine and first_refusal(key, head, target) is None]
+    heads = heads_served(engine, target) if refusal.setting in ("target.path", "export.engine", "head") else []
+    found = [f"set export.engine={' or '.join(engines)}"] * bool(engines)
+    found += filter(None, [refusal.instead, f"train head={' or '.join(heads)}" if heads else ""])
+    if not engines and not heads and refusal.may_change_engine:
+        served = {key: heads_served(key, target) for key in ADVISED}
+        found += [f"train head={' or '.join(names)} for export.engine={key}" for key, names in served.items() if names]
+    return ", or ".join(found) or "choose another target"
+
+
 def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Refusal | None:
     """Returns the first thing that an engine does not serve of a head and a target; None if it serves all."""
     engines = engines_with(head.name)
     if not engines:
         exported = ", ".join(sorted({name for key in ENGINES for name in engine_of(key).formats}))
-        instead = "measure it with mtptrain acceptance, or train another head"
+        instead = "measure it with mtptrain acceptance"
         return Refusal("head", f"one of {exported}", head.name, "no engine has a class for it", instead)
     if engine not in engines:
-        return Refusal("export.engine", " or ".join(engines), engine, "mtptrain does not write this head for it")
+        serving = [key for key in engines if first_refusal(key, head, target) is None]
+        must_be = " or ".join(serving) or "an engine with a class for both"
+        return Refusal("export.engine", must_be, engine, "mtptrain does not write this head for it")
     return next(engine_of(engine).why_not(head, target), None)
 
 

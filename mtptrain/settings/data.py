@@ -73,6 +73,7 @@ class PromptsConfig:
     """Stage 1: documents -> token ids and loss masks."""
 
     source: PromptSource = PromptSource.text_files
+    """What `paths` holds. `responses` is conversations that the target answers anew."""
     paths: list[str] = field(default_factory=list, metadata=each_named())
     """`text_files`: directories; `standard_library` stands for the directory of Python's standard library.
     All others: jsonl, json or parquet files, and names of datasets on the hub."""
@@ -81,6 +82,7 @@ class PromptsConfig:
     exclude: list[str] = field(default_factory=list)
     """`text_files`: globs for paths to skip. Each is matched with a path relative to the directory in `paths`."""
     schema: ConversationSchema = ConversationSchema.auto
+    """Keys of a conversation: `role` and `content`, or `from` and `value`. `auto` finds out."""
     split: str = "train"
     """All but `text_files`: name of the split to read from hub datasets."""
     metadata: list[str] = field(default_factory=list, metadata=each_named())
@@ -125,6 +127,7 @@ class ResponsesConfig:
     """null samples as the target's generation_config.json says, penalties included: greedily if it says nothing. With a
     number there are no penalties, and all tokens are kept unless `top_p` or `top_k` are set."""
     top_p: float | None = share(default=None, hint="1 keeps all tokens")
+    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
     top_k: int | None = at_least(0, default=None)
     """0 keeps all tokens."""
     max_new_tokens: int = at_least(1, default=2048)

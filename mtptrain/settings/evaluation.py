@@ -52,7 +52,9 @@ class AcceptanceConfig:
     """Stage 4: measure acceptance by drafting and verifying as in serving."""
 
     num_speculative_tokens: int = at_least(1, default=3)
+    """Number of tokens K that are drafted in a round."""
     temperature: float = at_least(0.0, default=0.0)
+    """0 decodes greedily."""
     top_p: float = share(default=1.0, hint="1 keeps all tokens")
     """At a temperature above 0: sample from the most likely tokens that together have this probability."""
     top_k: int = at_least(0, default=0)
@@ -62,6 +64,7 @@ class AcceptanceConfig:
     sample_drafts: bool = False
     """Sample drafts too if temperature is above 0, as the engine of `export.engine` does with an option."""
     max_new_tokens: int = at_least(1, default=128)
+    """Maximum length of an answer in tokens."""
     dtype: Dtype = Dtype.auto
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
     counters then equal the engine's."""
@@ -77,6 +80,7 @@ class AcceptanceConfig:
     `max_new_tokens`; a prompt that exceeds the limit is decoded alone. This limits the memory of keys and values, also
     in validation during training."""
     seed: int = between(0, 2**63 - 1, default=0)
+    """Seed of what is sampled."""
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents, such as Spec-Bench's `question.jsonl`. Each line has `id` or
     `question_id`; exactly one of `input_ids`, `text`, `messages` or `turns` (consecutive user turns, each answered by
@@ -156,6 +160,7 @@ class ExportConfig:
     """Stage 5: write the head to a directory that a serving engine loads."""
 
     engine: ExportEngine = ExportEngine.vllm
+    """The engine that will serve the head."""
     dtype: ExportDtype = ExportDtype.auto
     """Dtype of the written weights; `auto` keeps the dtype in which training saved them."""
     output_dir: str | None = directory_path(default=None)
@@ -188,6 +193,7 @@ class ServingConfig:
     """The engine of mtptrain serving-check, which compares its acceptance with ours, and of mtptrain serving-bench."""
 
     engine: ServingEngine = ServingEngine.vllm
+    """The engine that is started, or runs at `url`."""
     program: str | None = None
     """The engine's program: a Python interpreter with vLLM, with OpenVINO GenAI and optimum-intel, or with mlx-lm and
     mlx-vlm; or llama.cpp's `llama-server`. null uses what `make` installed in the checkout, or else `llama-server` on

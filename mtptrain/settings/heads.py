@@ -42,6 +42,7 @@ class HeadConfig:
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
 
     name: str = ""
+    """The kind of head, as in `head=NAME`."""
     ttt_steps: int = between(1, MAX_DEPTHS, default=4)
     """Number of trained depths T: in training, each draft position drafts this many tokens. `dflash`, `dspark`
     and `dflash2` draft exactly T tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
@@ -270,8 +271,11 @@ class DraftModelConfig(HeadConfig):
     num_hidden_layers: int | None = between(1, MAX_LAYERS, default=None)
     """null takes one layer."""
     num_attention_heads: int | None = between(1, MAX_SIZE, default=None)
+    """null takes the target's number."""
     num_key_value_heads: int | None = between(1, MAX_SIZE, default=None)
+    """null takes the target's number."""
     intermediate_size: int | None = between(1, MAX_SIZE, default=None)
+    """null takes the target's size."""
     tie_word_embeddings: bool | None = None
     """Whether the output layer is the embedding table; null takes the target's setting."""
     start_from_target: bool = False

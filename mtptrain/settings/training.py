@@ -24,6 +24,7 @@ class TrainConfig:
     """Settings of stage 3, which trains the head in a DeepSpeed engine."""
 
     optimizer: OptimizerKind = OptimizerKind.adamw
+    """`muon` is for the matrices of the head's layers, and AdamW for everything else."""
     lr: float = at_least(0.0, default=1e-3)
     """Peak learning rate, of either optimizer. The schedule is linear warm-up, then cosine decay."""
     min_lr_ratio: float = at_least(0.0, default=0.1)
@@ -36,12 +37,15 @@ class TrainConfig:
     max_steps: int = at_least(0, default=0)
     """Number of steps; 0 trains for `epochs` epochs."""
     epochs: int = at_least(1, default=1)
+    """Number of passes over the training documents."""
     batch_tokens: int = at_least(2, default=16_384)
     """Maximum number of tokens in one packed micro-batch of whole documents."""
     micro_batches_per_step: int = at_least(1, default=1)
     """Number of micro-batches per step over all ranks, a multiple of the world size. Each rank runs an equal share."""
     weight_decay: float = at_least(0.0, default=0.0)
+    """Share of the weights that is subtracted, times the learning rate, at each step."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the averages of gradients and of their squares."""
     max_grad_norm: float = at_least(0.0, default=1.0)
     """0 disables clipping."""
     ttt_loss_decay: float = at_least(0.0, default=0.8)
@@ -80,9 +84,11 @@ class TrainConfig:
     not fit in memory together with the head. Acceptance and export then take the last head, or the best of those
     that `validate_every` keeps once `mtptrain choose-head` has measured them."""
     validation_new_tokens: int = at_least(1, default=64)
+    """Maximum length of an answer in tokens, in validation."""
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves only at the end and when a signal stops the run. With `stream`, a
     checkpoint also follows the last step of each window."""
     keep_checkpoints: int = at_least(1, default=2)
     """Number of newest checkpoints to keep; the best head by acceptance is kept separately."""
     tracker: Tracker = Tracker.wandb
+    """Where metrics go besides metrics.jsonl. wandb is offline unless it is set up."""

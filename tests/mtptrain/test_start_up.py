@@ -50,10 +50,10 @@ def test_composing_every_recipe_loads_no_heavy_library() -> None:
     [
         (["--help"], "usage: mtptrain STAGE", "[]"),
         (["train", "recipe=quickstart", "train.lrr=1"], "did you mean train.lr?", "['hydra']"),
-        (["train", "recipe=quickstrat"], "Could not find 'recipe/quickstrat'", "['hydra']"),
+        (["train", "recipe=quickstrat"], "but is quickstrat; did you mean quickstart?", "['hydra']"),
         (["train", "recipe=quickstart", "train.lr=-1"], "train.lr: must be a number of at least 0.0", "['hydra']"),
-        (["train", "recipe=quickstart", "--help"], "lr: 0.003", "['hydra']"),
-        (["train", "--help"], "  ttt_steps: 3\n", "['hydra']"),
+        (["train", "recipe=quickstart", "--help"], "  lr                        0.003           Peak", "['hydra']"),
+        (["train", "--help"], "  lr                        0.001           Peak", "['hydra']"),
     ],
 )
 def test_help_and_refusals_load_no_heavy_library(arguments: list[str], message: str, loaded: str) -> None:

@@ -1,12 +1,14 @@
 """Tests that an export that an engine would not serve correctly is refused with the reason and a remedy."""
 
+import re
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mtptrain.engines.table import engine_of, format_for, warn_of_limits
+from mtptrain.engines.table import ENGINES, engine_of, first_refusal, format_for, warn_of_limits
 from mtptrain.utils.errors import UserError
 from tests.conftest import YARN_ROPE
 from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS, head_config, target_config
@@ -91,6 +93,24 @@ def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
         with pytest.raises(UserError) as refused:
             format_for(engine, head_config(name, **head), target_config(family, **target))
         assert message in str(refused.value), (engine, name, head, family, target)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_what_a_refusal_advises_is_served_with_this_target(family: str) -> None:
+    advised = set()
+    target = target_config(family)
+    for engine, name in product(ENGINES, ("mtp", "eagle3", "dflash", "hydra", "native_mtp")):
+        try:
+            format_for(engine, head_config(name), target)
+            continue
+        except UserError as error:
+            advice = str(error).rpartition("; ")[2]
+        for part in advice.split(", or "):
+            found = {key: each.split(" or ") for key, each in re.findall(r"(engine|head)=(\w+(?: or \w+)*)", part)}
+            for other in product(found.get("engine", [engine]), found.get("head", [name]) if found else []):
+                advised.add(other)
+                assert first_refusal(other[0], head_config(other[1]), target) is None, (engine, name, part)
+    assert len(advised) > 5
 
 
 def test_a_quantised_target_is_served_where_the_head_keeps_its_own_dtype() -> None:
