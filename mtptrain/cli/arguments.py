@@ -93,7 +93,7 @@ def settings_in(file: str) -> dict[str, Any]:
     path = Path(file)
     if not path.is_file():
         near = get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
-        meant = advice([str(path.parent / each) for each in near], "correct the path")
+        meant = advice([str(path.parent / each) for each in near], "`mtptrain init TARGET DATA` writes one")
         raise UserError(f"{file}: must be a YAML file with settings, but there is no such file; {meant}")
     with refusing(f"{file}: must be YAML", "correct it", "OmegaConf"):
         loaded = OmegaConf.load(path)

@@ -31,8 +31,9 @@ def print_help(stage: str, arguments: Sequence[str]) -> None:
     """
     has_recipe = any(each.startswith("recipe=") or "=" not in each for each in arguments)
     chosen = {name: value for name, _, value in (each.partition("=") for each in arguments)}
-    given = composed(arguments, lambda config: OmegaConf.to_container(config, enum_to_str=True)) if has_recipe else {}
-    assert isinstance(given, dict)
+    given: Any = {}
+    if has_recipe:
+        given = composed(arguments, lambda config: OmegaConf.to_container(config, enum_to_str=True))
     head = given["head"]["name"] if has_recipe else chosen.get("head", "mtp")
     values = "their values here" if has_recipe else "their defaults"
     print(f"usage: mtptrain {stage} recipe=NAME|my.yaml [NAME=VALUE ...]\n\n{STAGES[stage].does}\n")

@@ -108,6 +108,11 @@ STAGES = {
         "mtptrain.all_stages", "print the disk, memory and hours that a run needs; run nothing", reads=("planner",)
     ),
     "verify": Stage("data_prep.hidden_states", "check every byte of the stored hidden states against its hash"),
+    "init": Stage(
+        "mtptrain.init",
+        "write a commented my.yaml for a target; takes the target and data instead of settings",
+        takes_settings=False,
+    ),
     "compare": Stage(
         "eval.compare",
         "compare measurements on one page; takes directories of runs instead of settings",
