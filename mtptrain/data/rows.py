@@ -121,14 +121,21 @@ def _parse_pair(row: Row, columns: dict[str, Any], form: RowFormat) -> list[tupl
         return answer
     texts = [text_of(name, values[name]) for name in (*questions, *contexts)] if contexts else []
     question = _turns(questions[0], "\n".join(texts) if contexts else values[questions[0]], "user", form)
-    if answer[: len(question)] == question:  # the answers of preference sets may repeat it
-        answer = answer[len(question) :]
+    # The answers of preference sets may repeat it, with other keys or white space, and after a system prompt.
+    system = [each for each in answer[:1] if each[0]["role"] in SYSTEM_ROLES and question[:1] != answer[:1]]
+    repeated = answer[len(system) :][: len(question)]
+    if [_said(message) for message, _ in repeated] == [_said(message) for message, _ in question]:
+        question, answer = system + question, answer[len(system) + len(repeated) :]
     if not question or not answer or question[-1][0]["role"] == "assistant" or answer[0][0]["role"] != "assistant":
         raise ConversationRefused(f"{answers[0]} must begin with an answer to {questions[0]}, which ends before it")
     untrained: list[tuple[Message, set[str]]] = [
         ({**message, "weight": "0"} if message["role"] == "assistant" else message, keys) for message, keys in question
     ]
     return [*untrained, *answer]
+
+
+def _said(message: Message) -> tuple[str, str]:
+    return message["role"], message["content"].strip()
 
 
 def _turns(column: str, value: Any, role: str, form: RowFormat) -> list[tuple[Message, set[str]]]:

@@ -101,6 +101,8 @@ def test_a_question_and_its_answer_in_two_columns_are_read_with_only_the_answer_
         ({"prompt": [*PARSED, QUESTION], "completion": [ANSWER]}, [QUESTION, old, *PARSED]),
         ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]}, PARSED),
         ({"prompt": "hi", "chosen": PARSED, **unread}, PARSED),
+        ({"prompt": "hi \n", "chosen": PARSED}, [{**QUESTION, "content": "hi \n"}, ANSWER]),
+        ({"prompt": "hi", "chosen": [SYSTEM, {**QUESTION, "id": "7"}, ANSWER]}, [SYSTEM, *PARSED]),
         ({"chosen": PARSED, **unread}, PARSED),
         ({"instruction": "hi", "input": "", "output": "yes"}, PARSED),
         ({"instruction": "add", "input": "[]", "output": "null"}, chat_of("add\n[]", "null")),
