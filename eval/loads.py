@@ -24,6 +24,8 @@ from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"
 """Name of the folder for converted models, which is removed at the end or by the next benchmark."""
+FEW_REQUESTS = 4
+"""Number of requests below which nothing is said of the fastest K."""
 MOST_DIFFERENT_TOKENS = 0.01
 """Warn if the numbers of output tokens of two rows differ by more than this share."""
 
@@ -125,7 +127,7 @@ class Bench:
     @property
     def num_requests(self) -> int:
         settings = self.config.serving_bench
-        return settings.num_requests or max(len(self.prompts), *settings.concurrency)
+        return settings.num_requests or max(len(self.prompts), FEW_REQUESTS, *settings.concurrency)
 
 
 def drafting_choices(config: PipelineConfig) -> list[int]:
@@ -166,6 +168,9 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
         name = "server" if num_drafts is None else f"K{num_drafts}"
         largest = max(settings.concurrency)
         warmup = Load(f"{name}_warmup", largest, largest)
+        if num_drafts is not None:
+            what = f"{bench.config.serving.engine} {f'with K = {num_drafts}' if num_drafts else 'without drafts'}"
+            print(f"{what}: starts, answers {largest} requests that warm it up and are not counted, then is measured")
         loads = [warmup] + [
             Load(f"{name}_concurrency{concurrency}_run{run}", bench.num_requests, concurrency)
             for run in range(1, settings.repeats + 1)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mtptrain.cli import tables
-from mtptrain.config import Dtype, PipelineConfig
+from mtptrain.config import AcceptanceConfig, Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
@@ -116,10 +116,11 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     print_table(config, comparison, engine.name, concurrency, rule)
     print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, engine.read_by(run.target))
     if not agrees:
-        print(what_differs(list(prompts), comparison, divergence, engine, concurrency), file=sys.stderr)
+        advice = more_prompts(settings, len(prompts))
+        print(what_differs(list(prompts), comparison, divergence, engine, concurrency, advice), file=sys.stderr)
     elif not comparison.is_equal:
         rounded = "rounded weights" if has_rounded_weights else settings.dtype
-        print_rounding(list(prompts), comparison, divergence, rounded)
+        print_rounding(list(prompts), comparison, divergence, rounded, more_prompts(settings, len(prompts)))
     return agrees and all(each.is_explained for each in asked_again)
 
 
@@ -273,6 +274,7 @@ def what_differs(
     divergence: Divergence | None,
     engine: RunningEngine,
     concurrency: int = 1,
+    advice: str = "raise acceptance.num_prompts",
 ) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
     if divergence is not None:
@@ -299,8 +301,15 @@ def what_differs(
         first += f"{concurrency} {together}, so it drafts {'the same' if is_same else 'otherwise'} for several at once"
     return (
         f"serving check: {sides} must {expected}, but {problem}. {first}. In float32, a difference of logits below "
-        f"1e-3 is rounding. If there are few rounds, raise acceptance.num_prompts. Otherwise {engine.advice}"
+        f"1e-3 is rounding. If there are few rounds, {advice}. Otherwise {engine.advice}"
     )
+
+
+def more_prompts(settings: AcceptanceConfig, num_prompts: int) -> str:
+    """Returns how to check with more prompts than these, which may be all that a file has."""
+    if settings.prompts_file is None or num_prompts == settings.num_prompts:
+        return "raise acceptance.num_prompts"
+    return f"add prompts to {settings.prompts_file}"
 
 
 def report(
@@ -352,15 +361,17 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, con
         print(rule)
 
 
-def print_rounding(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, rounded: str) -> None:
+def print_rounding(
+    prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, rounded: str, advice: str
+) -> None:
     print(
         f"the two sides differ by rounding, as {rounded} may: on the engine's answers, our acceptance length and its "
         f"own agree within {TOLERANCE}"
     )
     if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
         print(
-            f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
-            "acceptance.num_prompts, or train the head further"
+            f"{accepted} accepted drafts are too few to tell a right head from a wrong one: {advice}, or train the "
+            "head further"
         )
     if divergence is not None:
         print(f"the first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}")

@@ -25,6 +25,8 @@ from mtptrain.utils.errors import UserError
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
+DEFAULT_PROMPTS = 100
+"""Number of prompts from held-out documents if no setting names another."""
 
 
 class HeldOut(StrEnum):
@@ -50,14 +52,16 @@ def read_prompts(
     new_tokens = max(settings.max_new_tokens, settings.num_speculative_tokens)
     if settings.prompts_file is not None:
         form = RowFormat(metadata=rows.metadata, roles=rows.roles)
-        prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size, form)
+        prompts = read_prompts_file(
+            Path(settings.prompts_file), target.tokenizer, target.config.vocab_size, form, settings.num_prompts
+        )
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
         check_prompts(list(prompts.input_ids.values()), new_tokens, context_tokens, names, spare_tokens)
         warn_of_trained_questions(prompts.questions, prompts_dir)
         return prompts
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     lengths = settings.prompt_tokens, new_tokens, context_tokens, spare_tokens
-    held_out = held_out_prompts(documents, settings.num_prompts, *lengths)
+    held_out = held_out_prompts(documents, settings.num_prompts or DEFAULT_PROMPTS, *lengths)
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(held_out, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in held_out})
 

@@ -5,7 +5,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, refuse_dropped_prompts, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, text_hash
+from mtptrain.data.prompt_files import name_hash
 from mtptrain.data.row_files import BLANK, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, TRAIN_FLAGS, RowFormat, parse_row, pass_over
 from mtptrain.utils.errors import UserError
@@ -62,9 +63,13 @@ def check_is_file(path: Path) -> None:
 
 
 def read_prompts_file(
-    path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, form: RowFormat = ANY_SCHEMA
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    form: RowFormat = ANY_SCHEMA,
+    num_prompts: int | None = None,
 ) -> Prompts:
-    """Returns the prompts of a file of JSON Lines, or of one array.
+    """Returns the prompts of a file of JSON Lines, or of one array: all, or as many as are wanted.
 
     Each row has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
@@ -78,7 +83,9 @@ def read_prompts_file(
     prompts = prompts_of(str(path), rows, tokenizer, vocab_size, form)
     if not prompts.input_ids:
         raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
-    return prompts
+    kept = sorted(prompts.input_ids, key=name_hash)[:num_prompts]
+    named = {each.name: getattr(prompts, each.name) for each in fields(Prompts)}
+    return Prompts(**{name: {x: y for x, y in found.items() if x in kept} for name, found in named.items()})
 
 
 def prompts_of(

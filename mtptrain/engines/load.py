@@ -29,7 +29,7 @@ def send(server: EngineServer, requests: Requests, load: Load) -> LoadResult:
     try:
         start = time.perf_counter()
         jobs = [pool.submit(_ask, server, client, requests, index) for index in range(load.num_requests)]
-        for job in tqdm(as_completed(jobs), desc=load.name, total=load.num_requests, unit="request"):
+        for job in tqdm(as_completed(jobs), desc=load.name.replace("_", " "), total=load.num_requests, unit="request"):
             job.result()  # raises its error
         duration_s = time.perf_counter() - start
     except (httpx.HTTPError, *UNREADABLE) as error:

@@ -68,9 +68,9 @@ class AcceptanceConfig:
     dtype: Dtype = Dtype.auto
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
     counters then equal the engine's."""
-    num_prompts: int = at_least(1, default=100)
-    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids. A
-    `prompts_file` is used as a whole."""
+    num_prompts: int | None = at_least(1, default=None)
+    """Maximum number of prompts, chosen by the hash of their ids, so that they are of all kinds. null is 100 prompts
+    from held-out documents, or a whole `prompts_file`."""
     prompt_tokens: int = at_least(2, default=256)
     """Length of a prompt cut from a document without turns. A conversation is cut before its first assistant turn."""
     batch_size: int = at_least(1, default=8)
@@ -239,7 +239,7 @@ class ServingBenchConfig:
     `serving.url`, which measures only the running server."""
     num_requests: int | None = None
     """Number of requests at each concurrency. Prompts repeat if there are fewer of them. null sends each prompt once,
-    but at least as many requests as the largest concurrency."""
+    but at least four requests, and as many as the largest concurrency."""
     repeats: int = at_least(1, default=1)
     """Number of runs at each K and concurrency; the fastest counts. An engine runs all concurrencies, then all of them
     again."""

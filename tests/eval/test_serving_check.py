@@ -8,7 +8,8 @@ import pytest
 
 from eval import engines
 from eval.engines import check_head
-from eval.serving_check import Comparison, OurRun, main, what_differs
+from eval.serving_check import Comparison, OurRun, main, more_prompts, what_differs
+from mtptrain.config import AcceptanceConfig
 from mtptrain.decoding.divergence import Divergence
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.exports import read_serving_facts
@@ -79,3 +80,13 @@ def test_a_difference_names_its_prompt_by_its_id_or_says_why_no_first_token_is_k
     )
     for plain, by_round, reason in cases:
         assert f". {reason}" in what_differs(["chat 7"], compared(plain, by_round), None, ENGINE)
+
+
+def test_more_prompts_are_advised_where_there_can_be_more() -> None:
+    for settings, advice in (
+        (AcceptanceConfig(), "raise acceptance.num_prompts"),
+        (AcceptanceConfig(prompts_file="a.jsonl", num_prompts=6), "raise acceptance.num_prompts"),
+        (AcceptanceConfig(prompts_file="a.jsonl", num_prompts=7), "add prompts to a.jsonl"),
+        (AcceptanceConfig(prompts_file="a.jsonl"), "add prompts to a.jsonl"),
+    ):
+        assert more_prompts(settings, 6) == advice

@@ -105,6 +105,9 @@ def read_rows(directory: Path, *rows: dict[str, Any]) -> Prompts:
     array.write_text(json.dumps(rows, indent=1))
     prompts = read_prompts_file(path, make_tokenizer(), 260)
     assert read_prompts_file(array, make_tokenizer(), 260) == prompts
+    few = read_prompts_file(path, make_tokenizer(), 260, num_prompts=2)
+    assert len(few.input_ids) == 2 and few.input_ids.items() <= prompts.input_ids.items()
+    assert few.turns.keys() | few.questions.keys() | few.categories.keys() <= few.input_ids.keys()
     return prompts
 
 
