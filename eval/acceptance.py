@@ -39,6 +39,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.engines.base import Applied, Engine
 from mtptrain.engines.table import engine_of
+from mtptrain.engines.verdict import bench_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model, trained_or_initial_head
@@ -109,7 +110,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         print_table(config, measured)
         for note in engine.notes(run.target):
             print(note)
-        write_page(described, output_dir)
+        write_page(described, output_dir, bench_of(config, described))
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
             files = [path for path in (output_dir / "report.html", output_dir / "report.json") if path.is_file()]

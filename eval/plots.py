@@ -113,22 +113,23 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
 
 
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG that plots output tokens/s and time per output token against concurrency, one line per K."""
+    """Returns an SVG of output tokens/s by requests in flight and by the tokens/s of each user, with a line per K."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
-    values: tuple[Callable[[Mapping[str, Any]], float], ...] = (
-        lambda row: row["output_tokens_per_s"],
-        lambda row: row["tpot_ms"]["p50"],
-    )
-    for axes, label, value in zip(panels, ("output tokens/s", "median ms per output token"), values, strict=True):
-        for index, depth in enumerate(dict.fromkeys(row["num_speculative_tokens"] for row in rows)):
-            own = [row for row in rows if row["num_speculative_tokens"] == depth]
-            name = "running server" if depth is None else f"K = {depth}" if depth else "no drafts"
-            concurrency = [row["concurrency"] for row in own]
-            axes.plot(concurrency, [value(row) for row in own], marker="o", label=name, color=COLOURS[index % 10])
-        ticks = sorted({row["concurrency"] for row in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
-    put_legend(panels[0])
+    by_load, by_user = figure.subplots(1, 2)
+    for index, depth in enumerate(dict.fromkeys(row["num_speculative_tokens"] for row in rows)):
+        own = [row for row in rows if row["num_speculative_tokens"] == depth]
+        name = "running server" if depth is None else f"K = {depth}" if depth else "no drafts"
+        style: dict[str, Any] = {"marker": "o", "label": name, "color": COLOURS[index % 10]}
+        speeds = [row["output_tokens_per_s"] for row in own]
+        users = [1000 / row["tpot_ms"]["p50"] if row["tpot_ms"]["p50"] else 0.0 for row in own]
+        by_load.plot([row["concurrency"] for row in own], speeds, **style)
+        by_user.plot(users, speeds, **style)
+        for row, user, speed in zip(own, users, speeds, strict=True):
+            by_user.annotate(str(row["concurrency"]), (user, speed), (4, 4), textcoords="offset points", fontsize=8)
+    ticks = sorted({row["concurrency"] for row in rows})
+    by_load.set_xscale("log", base=2)
+    by_load.set_xticks(ticks, [str(tick) for tick in ticks])
+    by_load.set(xlabel="requests in flight", ylabel="output tokens/s", ylim=(0, None))
+    by_user.set(xlabel="tokens/s of one user (number: requests in flight)", ylim=(0, None), xlim=(0, None))
+    put_legend(by_load)
     return as_svg(figure)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from mtptrain.engines.verdict import best_rows, gains
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import refuse_overwriting, write_text
 
@@ -28,14 +29,15 @@ TITLE = "<title>Acceptance of "
 """How the title of every page begins."""
 
 
-def write_page(report: ReportFigures, directory: Path) -> None:
+def write_page(report: ReportFigures, directory: Path, bench: ReportFigures | None = None) -> None:
+    """Write the page of a report, with what mtptrain serving-bench measured of the same head, if it has."""
     page = directory / "report.html"
     with drawing(page, directory / "report.json"):
         refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")
-        write_text(page, render_page({str(directory): report}))
+        write_text(page, render_page({str(directory): report}, bench))
 
 
-def render_page(reports: Mapping[str, ReportFigures]) -> str:
+def render_page(reports: Mapping[str, ReportFigures], bench: ReportFigures | None = None) -> str:
     """Returns the HTML page, which compares the heads and baselines of all runs, whose reports are by display name."""
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
@@ -62,7 +64,8 @@ def render_page(reports: Mapping[str, ReportFigures]) -> str:
             if first["intervals"] and first["intervals"]["acceptance_length"]
             else "without an interval: all prompts are from one source, or have the same figure"
         ),
-        verdict=verdict(drafters, has_speed),
+        verdict=verdict(drafters, has_speed) + ([f"{gains(bench)}."] if bench else []),
+        served=served_table(bench) if bench else [],
         examples=first.get("examples", []) if len(reports) == 1 else [],
         commands=[each["command"] for each in reports.values() if "command" in each],
         settings=settings,
@@ -75,6 +78,16 @@ def render_page(reports: Mapping[str, ReportFigures]) -> str:
         held_out=first.get("held_out") if len(reports) == 1 else None,
         plots=plots_of(drafters),
     )
+
+
+def served_table(bench: ReportFigures) -> list[list[str]]:
+    """Returns the heading and the rows of the engine's tokens/s, without drafts and with the fastest K."""
+    plain = {row["concurrency"]: row for row in bench["rows"] if row["num_speculative_tokens"] == 0}
+    rows = [["requests in flight", "tokens/s without drafts", "with the head", "K", "speed-up"]]
+    for number, best in sorted(best_rows(bench).items()):
+        speeds = [f"{row['output_tokens_per_s']:,.0f}" for row in (plain[number], best)]
+        rows.append([str(number), *speeds, str(best["num_speculative_tokens"]), shown(best["speed_up"], 2)])
+    return rows
 
 
 def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]:

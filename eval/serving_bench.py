@@ -23,15 +23,17 @@ from mtptrain.engines.base import RunningEngine, Served
 from mtptrain.engines.exports import README
 from mtptrain.engines.requests import Speeds, best_num_drafts
 from mtptrain.engines.table import running_engine
+from mtptrain.engines.verdict import bench_of, verdict
 from mtptrain.run_dir import Run
 from mtptrain.utils.figures import shown
-from mtptrain.utils.files import write_json, write_sealed, write_text
+from mtptrain.utils.files import read_sealed, write_json, write_sealed, write_text
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import command
 
 from .engines import find_served, find_server, output_folder, spare_tokens
-from .loads import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
+from .loads import FEW_REQUESTS, Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
 from .plots import drawing, plot_serving
+from .report_page import write_page
 
 ENGINE_SETTINGS = "vllm.json"
 """vLLM is the only engine with such settings that mtptrain starts."""
@@ -92,10 +94,20 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     print_table(bench, described, f"{engine.name} {version}")
     for name in (ENGINE_SETTINGS, README):
         (bench.output_dir / name).unlink(missing_ok=True)  # of an earlier run
-    if served and (said := write_engine_settings(bench.output_dir, speeds, served, engine)):
-        print(said)
+    if served and bench.num_requests < FEW_REQUESTS:
+        print(
+            f"which K is fastest is not said from {bench.num_requests} requests: leave out serving_bench.num_requests"
+        )
+    elif served:
+        print(write_engine_settings(bench.output_dir, speeds, served, engine))
     with drawing(bench.output_dir / "plot.svg", path):
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))
+    measured = config.acceptance_dir / "report.json"
+    if measured.is_file():
+        acceptance = read_sealed(measured, "run mtptrain acceptance again")
+        if (of_head := bench_of(config, acceptance)) is not None:
+            write_page(acceptance, config.acceptance_dir, of_head)
+            print(verdict(acceptance, of_head))
 
 
 def write_engine_settings(output_dir: Path, speeds: Speeds, served: Served, engine: RunningEngine) -> str:

@@ -43,6 +43,7 @@ from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
 from mtptrain.engines.table import check_exportable, has_format
+from mtptrain.engines.verdict import bench_of, verdict
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
@@ -273,12 +274,13 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
     table = Table("", "", title=f"Head {config.head.name}", show_header=False)
     for name, took in durations:
         table.add_row(name, took)
-    table.add_row("tokens per step", f"{shown(report['tokens_per_step'], 2)}, where plain decoding has 1")
     table.add_row("acceptance length", shown(report["acceptance_length"]) or "not measured: no round had a draft")
     speed = {name: each["tokens_per_s"] for name, each in report["speed"].items()}
     if plain := speed.get("none"):
         table.add_row("our loop", f"{speed['head']:,.0f} tokens/s, {speed['head'] / plain:.2f} times plain decoding")
     Console().print(table)
+    bench = bench_of(config, report)
+    print(verdict(report, bench))
     page = report_path.with_name("report.html")  # a kill or a failure to draw may leave none
     print(f"{page if page.is_file() else report_path} shows it")
     if not has_format(config.head.name):
@@ -286,7 +288,8 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
         return
     same = shlex.join(overrides)
     print(
-        f"{export.parent} has the head, and its README.md the command that serves it. What an engine makes of it:\n"
+        f"{export.parent} has the head, and its README.md the command that serves it. "
+        f"{'Measure again' if bench else 'What an engine makes of it'}:\n"
         f"  mtptrain serving-check {same}    # the engine's counters beside ours\n"
         f"  mtptrain serving-bench {same}    # latency and tokens/s with and without drafts"
     )

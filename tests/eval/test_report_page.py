@@ -14,6 +14,7 @@ from eval import compare
 from eval.acceptance import remove_generations
 from eval.examples import examples
 from eval.measurement import DecodedPrompt, Measured
+from eval.plots import plot_serving
 from eval.report_page import render_page, verdict, write_page
 from mtptrain.decoding.acceptance import has_loop, intervals, summarise
 from mtptrain.decoding.speculate import Generation
@@ -214,3 +215,18 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain() -> None:
     others = {"other: no drafts": speed_of(1.0, [1.0, 1.0], 3.0, run="other")}
     assert verdict({**others, **drafters}, has_speed=True)[1] == speed, "plain decoding must be that of the same run"
     assert verdict({"a": speed_of(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
+
+
+def test_a_page_has_plain_decoding_and_the_speed_up_in_the_engine(tmp_path: Path) -> None:
+    report = json.loads(write_report(tmp_path / "report.json", [8, 6]).read_text())
+    rows = [
+        {"num_speculative_tokens": depth, "concurrency": number, "output_tokens_per_s": speed, "speed_up": speed / 1000}
+        | {"tpot_ms": {"p50": 1.0}}
+        for depth, number, speed in ((0, 1, 1000.0), (1, 1, 1250.0), (3, 1, 1500.0))
+    ]
+    bench = {"engine": "vllm", "version": "0.32.0", "rows": rows}
+    write_page(report, tmp_path, bench)
+    page = (tmp_path / "report.html").read_text()
+    assert "vllm 0.32.0 gains 50% with 1 in flight." in page
+    assert "<td>1</td><td>1,000</td><td>1,500</td><td>3</td><td>1.50</td>" in page
+    assert "tokens/s of one user" in plot_serving(rows)

@@ -112,7 +112,7 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_set
         write_results(bench, *measure(bench, output_dir))
     report = json.loads((output_dir / "report.json").read_text())
     num_requests = report["requests"]
-    assert num_requests == max(3, report["prompts"])
+    assert num_requests == max(4, report["prompts"])
     assert len(fake.requests) == 3 + 4 * num_requests
     assert [(each["concurrency"], each["requests"]) for each in report["rows"]] == [(n, num_requests) for n in (1, 3)]
     for each in report["rows"]:
