@@ -170,7 +170,7 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
         warmup = Load(f"{name}_warmup", largest, largest)
         if num_drafts is not None:
             what = f"{bench.config.serving.engine} {f'with K = {num_drafts}' if num_drafts else 'without drafts'}"
-            print(f"{what}: starts, answers {largest} requests that warm it up and are not counted, then is measured")
+            print(f"{what}: starts, answers a warm-up of {largest}, which is not counted, then is measured", flush=True)
         loads = [warmup] + [
             Load(f"{name}_concurrency{concurrency}_run{run}", bench.num_requests, concurrency)
             for run in range(1, settings.repeats + 1)

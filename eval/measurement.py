@@ -12,7 +12,7 @@ from mtptrain.decoding.acceptance import Acceptance, Intervals, has_loop, interv
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -162,20 +162,29 @@ class Measurement:
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total = sum(len(share.waiting) for share in shares.values())
             title = "acceptance" if turn == 1 else f"turn {turn}"
-            with ProgressBar(total=total, desc=title, unit="prompt", disable=not self.ranks.is_first) as bar:
+            drawn = {"disable": not self.ranks.is_first, "miniters": 0, "mininterval": 0.5}
+            with ProgressBar(total=total, desc=title, unit="prompt", **drawn) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():
                         if index < len(batches[name]):
-                            self._decode(candidate, batches[name][index], shares[name], turn)
+                            self._decode(candidate, batches[name][index], shares[name], turn, bar)
                             bar.update(len(batches[name][index]))
                     done = summarise([answer.generation for answer in shares["head"].answers.values()])
-                    bar.set_postfix(acceptance_length=shown(done.acceptance_length, 2))
+                    bar.add_tokens(0, f", acceptance length {shown(done.acceptance_length, 2)}")
             for share in shares.values():
                 self._advance_turn(share, turn)
             turn += 1
         return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
 
-    def _decode(self, candidate: Candidate, batch: dict[str, list[int]], share: Share, turn: int) -> None:
+    def _decode(
+        self, candidate: Candidate, batch: dict[str, list[int]], share: Share, turn: int, bar: ProgressBar
+    ) -> None:
+        def observe(each: Round) -> None:
+            if candidate.quality is not None:
+                candidate.quality(each)
+            if self.ranks.device.type == "cpu":  # a GPU would have to be waited for
+                bar.add_tokens(int((each.accepted.count + 1)[each.is_active].sum()))
+
         started = time.perf_counter()
         generations = speculate(
             self.target,
@@ -186,7 +195,7 @@ class Measurement:
             sampler=candidate.sampler,
             eos_token_ids=self.target.eos_token_ids,
             clock=share.clock,
-            observe=candidate.quality,
+            observe=observe,
         )
         share.seconds += time.perf_counter() - started
         for (prompt_id, prompt), generation in zip(batch.items(), generations, strict=True):

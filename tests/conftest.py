@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import data_prep  # noqa: F401
 import eval  # noqa: F401
+from mtptrain.cli.arguments import expanded
 from mtptrain.cli.mistakes import CONFIG_GROUPS
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
@@ -205,7 +206,7 @@ def compose_config(*overrides: str) -> DictConfig:
     Composing takes a tenth of a second, so each combination of choices is composed once, and settings are changed in
     copies, as Hydra does.
     """
-    parsed = OverridesParser.create().parse_overrides([*overrides])
+    parsed = OverridesParser.create().parse_overrides(expanded(overrides).overrides)
     choices = tuple(each.input_line for each in parsed if each.key_or_group in CONFIG_GROUPS)
     config = deepcopy(_composed(choices, this_machine()))  # a test may pretend to have GPUs
     for each in parsed:

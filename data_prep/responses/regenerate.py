@@ -238,13 +238,6 @@ class ResponsesBar(ProgressBar):
         # Every call may draw, at most twice a second; the time left follows from the mean over all rows.
         shown = {"miniters": 0, "mininterval": 0.5, "smoothing": 0, "disable": not ranks.is_first}
         super().__init__(total=num_rows, desc=name, unit="row", **shown)
-        self.num_tokens = 0
-
-    def add_tokens(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        speed = self.num_tokens / max(self.format_dict["elapsed"], 1e-9)
-        self.set_postfix_str(f"{self.num_tokens:,} tokens, {speed:,.0f} tok/s", refresh=False)
-        self.update(0)
 
 
 def fill_from_server(

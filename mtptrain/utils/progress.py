@@ -15,6 +15,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     def __init__(self, *args: Any, **options: Any) -> None:
         self._writes_lines = not sys.stderr.isatty()
         self._is_closing, self._written_at = False, time.monotonic()
+        self.num_tokens = 0
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -24,6 +25,13 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
             self._written_at = time.monotonic()
             self.fp.write(f"{self if msg is None else msg}" + ("" if self._is_closing else "\n"))  # tqdm ends the last
             self.fp.flush()
+
+    def add_tokens(self, num_tokens: int, more: str = "") -> None:
+        """Show tokens, which grow before the first item is finished. The bar needs `miniters=0` to draw without one."""
+        self.num_tokens += num_tokens
+        speed = self.num_tokens / max(self.format_dict["elapsed"], 1e-9)
+        self.set_postfix_str(f"{self.num_tokens:,} tokens, {speed:,.0f} tok/s{more}", refresh=False)
+        self.update(0)
 
     def close(self) -> None:
         self._is_closing = True

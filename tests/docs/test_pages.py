@@ -118,7 +118,9 @@ def variants_of(arguments: list[str]) -> list[list[str]]:
 
 
 def check_overrides(overrides: list[str]) -> str:
-    """Returns the `run_dir`, unless the overrides are wrong."""
+    """Returns the `run_dir`, unless the overrides are wrong. `my.yaml` stands for what `mtptrain init` writes."""
+    own = ["recipe=mtp", "target.path=demo", "run_dir=runs/mine"]
+    overrides = [word for each in overrides for word in (own if each == "my.yaml" else [each])]
     return load_config(compose_config(*overrides)).run_dir
 
 
