@@ -149,14 +149,14 @@ def acceptance(
     *,
     prompts_file: str | Path | None = None,
     run_dir: str | Path | None = None,
-    num_prompts: int = AcceptanceConfig.num_prompts,
+    num_prompts: int | None = AcceptanceConfig.num_prompts,
     prompt_tokens: int = AcceptanceConfig.prompt_tokens,
     **settings: Unpack[Decoding],
 ) -> Acceptance:
     """Returns the head's acceptance, pooled over rounds.
 
-    It is measured on prompts as `generate` takes them, on those of a jsonl file (`acceptance.prompts_file`), or on the
-    held-out ones of a run, of which there are at most `num_prompts`; texts are cut after `prompt_tokens` tokens. On one
+    It is measured on prompts as `generate` takes them, or on at most `num_prompts` of a jsonl file
+    (`acceptance.prompts_file`) or of the held-out ones of a run; texts are cut after `prompt_tokens` tokens. On one
     rank and with equal settings, the counts are those of `mtptrain acceptance`. Raises UserError as `generate` does,
     and if not exactly one of prompts, file and run is given.
     """

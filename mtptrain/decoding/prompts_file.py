@@ -83,7 +83,7 @@ def read_prompts_file(
     prompts = prompts_of(str(path), rows, tokenizer, vocab_size, form)
     if not prompts.input_ids:
         raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
-    kept = sorted(prompts.input_ids, key=name_hash)[:num_prompts]
+    kept = set(sorted(prompts.input_ids, key=name_hash)[:num_prompts])
     named = {each.name: getattr(prompts, each.name) for each in fields(Prompts)}
     return Prompts(**{name: {x: y for x, y in found.items() if x in kept} for name, found in named.items()})
 
