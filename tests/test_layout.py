@@ -62,7 +62,7 @@ LINES = {
     "mtptrain/init_from": 1368,
     "mtptrain/planning": 824,
     "mtptrain/settings": 1165,
-    "mtptrain/target": 2976,
+    "mtptrain/target": 2977,
     "mtptrain/training": 2813,
     "mtptrain/utils": 1124,
     "data_prep": 2610,

@@ -494,7 +494,8 @@ def _sentencepiece(header: GGUFHeader) -> PreTrainedTokenizerFast:
         if (joined := [(text[:i], text[i:]) for i in range(1, len(text)) if {text[:i], text[i:]} <= ids.keys()])
     }
     names = {name: settings.get(f"{key}_token_id") for name, key in SPECIAL.items()}
-    ranked = [scores[ids[text]] for text in pairs if kinds[ids[text]] == NORMAL]
+    # Runs of spaces have one score in Llama's files; the order of their tokens joins them as llama.cpp does.
+    ranked = [scores[ids[text]] for text in pairs if kinds[ids[text]] == NORMAL and text.strip(SPACE)]
     for is_exact, must in (
         (len(ids) == len(tokens), "differ from each other"),
         (all(f"<0x{byte:02X}>" in ids for byte in range(256)), "stand for each byte"),
