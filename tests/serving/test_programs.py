@@ -14,25 +14,28 @@ from tests.sealed import describe_again
 from tests.serving.llama_cpp import convert
 from tests.serving.ours import OnDisk
 
-ENGINES = [pytest.param("vllm", marks=pytest.mark.slow), "llama_cpp", "openvino"]
+ENGINES = [pytest.param("vllm", marks=pytest.mark.slow), "llama_cpp", "openvino", "mlx"]
 IN_README = {
     "vllm": "vllm serve ",
     "llama_cpp": f"--spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0 {HOST_SAMPLING}",
     "openvino": 'model.set_rt_info([0, 1, 2], "hidden_layers_list")',
+    "mlx": "--num-draft-tokens 3",
 }
 RULES = {"vllm": "", "llama_cpp": "llama.cpp drafts at most one token less", "openvino": "OpenVINO reports the tokens"}
+RULES["mlx"] = "In MLX, accepted drafts behind"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path: Path, engine: str) -> None:
     """Servers are asked with two requests in flight. llama.cpp must then sample drafts as `HOST_SAMPLING` says."""
     run_dir, overrides = run_of(engine)
-    several = () if engine == "openvino" else ("serving_check.concurrency=2",)
+    several = () if engine in ("openvino", "mlx") else ("serving_check.concurrency=2",)
     result = succeed("serving-check", *overrides, *several, f"serving.output_dir={tmp_path}")
     report = json.loads((tmp_path / "serving_check/report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == engine
     assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
-    assert (report["ours"]["drafted"] is None) == (engine == "openvino")
+    assert (report["ours"]["drafted"] is None) == (engine in ("openvino", "mlx"))
+    assert len(report["as_served"]) == (0 if engine == "openvino" else 1 if engine == "vllm" else 2)
     assert report["rule"].startswith(RULES[engine]) and report["rule"][:20] in result.stdout
     assert IN_README[engine] in (run_dir / f"export/{engine}/README.md").read_text()
 
@@ -53,14 +56,15 @@ def test_an_engine_that_drafts_worse_for_two_requests_at_once_is_found(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_path: Path, engine: str) -> None:
+    in_flight = (1,) if engine == "mlx" else (1, 2)
     settings = (
-        *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
+        *(f"serving_bench.concurrency={list(in_flight)}", "serving_bench.num_speculative_tokens=[1,3]"),
         *("serving_bench.num_requests=6", "serving_bench.ignore_eos=true"),
     )
     succeed("serving-bench", *run_of(engine)[1], *settings, f"serving.output_dir={tmp_path}")
     rows = json.loads((tmp_path / "serving_bench/report.json").read_text())["rows"]
     assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [
-        (num_drafts, concurrency) for num_drafts in (0, 1, 3) for concurrency in (1, 2)
+        (num_drafts, concurrency) for num_drafts in (0, 1, 3) for concurrency in in_flight
     ]
     num_tokens = rows[0]["output_tokens"] // 6
     for row in rows:
@@ -72,8 +76,8 @@ def test_serving_bench_measures_the_engine(run_of: Callable[[str], Run], tmp_pat
         if (num_drafts := row["num_speculative_tokens"]) == 0:
             assert not row["rounds"] and not row["accepted_at"]
             continue
-        # The prompt gives the first token of each answer. The last round may be cut at the answer's end.
-        emitted = row["rounds"] + sum(row["accepted_at"]) + 6
+        # The prompt gives the first token of each answer, except in mlx-lm. The last round may be cut at the end.
+        emitted = row["rounds"] + sum(row["accepted_at"]) + (0 if engine == "mlx" else 6)
         assert row["output_tokens"] - 6 <= emitted <= row["output_tokens"] + num_drafts * 6
         assert len(row["accepted_at"]) == num_drafts and 0 < row["accepted_at"][0] < row["rounds"]
     left = {path.name: path.is_dir() for path in (tmp_path / "serving_bench").iterdir()}
