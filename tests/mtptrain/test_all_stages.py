@@ -51,12 +51,12 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     assert not has_format("hydra")
     speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
     write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6, "speed": speed})
-    all_stages.print_summary(config, [])  # a kill has left no page
+    all_stages.print_summary(config, [], [])  # a kill has left no page
     shown = capsys.readouterr().out
     assert f"{tmp_path}/report.json shows it\nno engine has a class for head hydra" in shown
     assert "1.50 times plain decoding" in shown
     (tmp_path / "report.html").touch()
-    all_stages.print_summary(config, [])
+    all_stages.print_summary(config, [], [])
     assert f"{tmp_path}/report.html shows it\n" in capsys.readouterr().out
 
 
@@ -152,7 +152,7 @@ VARIANTS = {  # exit codes and errors
     ),
     "train.lr=1,-1 run_dir=/none/${train.lr}": (1, "train.lr: must be a number of at least 0.0, but is -1.0"),
     "train.lrr=1,2": (2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
-    "head=mtp,mtpp": (2, "In 'pipeline': Could not find 'head/mtpp'"),
+    "head=mtp,mtpp": (2, "head: must be one of dflash, "),
 }
 
 
@@ -209,7 +209,7 @@ REFUSED = {
     "head.start_from_target=false head.init_from=/none": "head.init_from: must be a local directory, ",
     "acceptance.prompts_file=/none.jsonl": "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does",
     f"export.output_dir={ROOT}/docs": "export.output_dir: ",
-    "export.engine=openvino head=medusa": "for it; set export.engine=vllm, or train head=dflash or eagle3",
+    "export.engine=openvino head=medusa": "for it; set export.engine=vllm, or train head=dflash",
     "export.engine=transformers head=eagle3 target.path={gemma}": "for it; set export.engine=sglang",
     "export.engine=llama_cpp head=eagle3 target.path={gemma}": "has been compared with ours; set export.engine=sglang",
     "head=eagle3 target.path={gemma}": "streams; set export.engine=sglang, or train head=eagle or medusa or mtp",

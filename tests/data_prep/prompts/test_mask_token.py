@@ -52,7 +52,7 @@ def test_the_mask_is_a_token_that_no_prompt_has_or_its_uses_are_counted(
         (target / "chat_template.jinja").write_text(CHATML + PROMPT)
     config = chat_config(CHATS, f"target.path={target}", "head=dflash")
     config.head = DflashConfig(**settings)
-    with pytest.warns(UserWarning, match="llama-server adds it") if is_fine_tune else nullcontext():
+    with pytest.warns(UserWarning, match="llama-server should make the same text") if is_fine_tune else nullcontext():
         prepare_prompts(Run(config))
     run = Run(config)
     capsys.readouterr()
