@@ -80,9 +80,6 @@ class LlamaCpp(RunningEngine):
     why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-        if isinstance(head, Eagle3Config):
-            yield from must_be_false(head, "norm_output", "llama.cpp feeds back the state before the final norm")
-            yield from must_be_false(head, "fc_norm", "llama.cpp has no norm for each stream")
         if not isinstance(head, DraftModelConfig):
             yield from why_not_streams(head, target)
         if (value := window_of(target)) is not None:
@@ -110,6 +107,9 @@ class LlamaCpp(RunningEngine):
             must_be = f"{families}, and with unscaled RoPE unless it is a Llama or Mistral"
             instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
             yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
+        if isinstance(head, Eagle3Config):
+            yield from must_be_false(head, "norm_output", "llama.cpp feeds back the state before the final norm")
+            yield from must_be_false(head, "fc_norm", "llama.cpp has no norm for each stream")
 
     def read_by(self, target: TargetFiles) -> GenerationDefaults:
         """Returns the settings of the target's GGUF file, or without one those that the converter would write."""

@@ -66,10 +66,6 @@ class Openvino(RunningEngine):
     advice = "export the head again"
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-        if isinstance(head, Eagle3Config):
-            for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
-                reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
-                yield from must_be_false(head, setting, reason)
         if not isinstance(head, DraftModelConfig):
             at_last = "optimum takes the state after the final norm for the stream after the last layer"
             yield from why_not_captured(
@@ -93,6 +89,10 @@ class Openvino(RunningEngine):
             if (value := window_of(model)) is not None:
                 reason = "its window in OpenVINO has not been compared with ours"
                 yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
+        if isinstance(head, Eagle3Config):
+            for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
+                reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
+                yield from must_be_false(head, setting, reason)
 
     def find_program(self, serving: ServingConfig) -> Path:
         packages = f"openvino-genai=={VERSION}.* and optimum-intel"
