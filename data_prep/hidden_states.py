@@ -153,7 +153,7 @@ def prepare_extraction(run: Run) -> Extraction:
         check_document_lengths(longest, build_head(config.head, target_config).context_tokens, "draft model")
     check_start(config.head, run.target)
     if run.backend is Backend.vllm:
-        find_python(config.serving.vllm_python)
+        find_python(config.serving.of("vllm").program)
     identity = run.identity(capture_layers)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
     own = range(settings.part, len(shards), settings.num_parts)
@@ -227,7 +227,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             int(extraction.documents.lengths.max()),
             scratch_dir(config, config.hidden_states.part, ranks.rank),
             local_rank=ranks.local_rank,
-            python=config.serving.vllm_python,
+            python=config.serving.of("vllm").program,
         )
     model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
     check_streams(model)

@@ -39,7 +39,7 @@ from rich.table import Table
 from mtptrain.cli import program
 from mtptrain.cli.program import python_module, stage_command
 from mtptrain.cli.stages import STAGES, Runner, Stage, settings_of, stages_of
-from mtptrain.config import Backend, PipelineConfig, load_config
+from mtptrain.config import AnsweringEngine, Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
 from mtptrain.engines.table import check_exportable, has_format
@@ -184,6 +184,8 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     """
     num_gpus, settings = torch.cuda.device_count(), config.hidden_states
     if runner != "ranks" or name == "choose-head" or num_gpus < 2:
+        return 1
+    if name == "responses" and Run(config).answering[0] != AnsweringEngine.transformers:
         return 1
     if name == "hidden-states" and Run(config).backend is Backend.vllm:
         return max(1, num_gpus // settings.tensor_parallel_size)

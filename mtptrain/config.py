@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mtptrain.settings.data import (
+    AnsweringEngine,
     Backend,
     ConversationSchema,
     Dtype,
@@ -39,7 +40,12 @@ from mtptrain.settings.hardware import has_gpu, this_machine
 from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
 from mtptrain.settings.loss import OWN_PARTS, LossPart, loss_mix
 from mtptrain.settings.planning import PlannerConfig
-from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
+from mtptrain.settings.precision import (
+    resolve_acceptance_dtype,
+    resolve_answering,
+    resolve_deepspeed,
+    resolve_dtype,
+)
 from mtptrain.settings.training import Tracker, TrainConfig
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path
@@ -120,6 +126,7 @@ def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
     on_gpu = has_gpu() or (started_stage() == "plan" and config.planner.gpu_tflops > 0)
     responses, hidden_states = config.responses, config.hidden_states
+    responses.engine = resolve_answering(responses.engine, config.stage_dir("responses"))
     responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), on_gpu)
     hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpu)
     config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, on_gpu)
@@ -127,6 +134,11 @@ def _resolve_precision(config: PipelineConfig) -> None:
 
 
 def _check_relations(config: PipelineConfig) -> None:
+    if config.responses.url is not None and config.responses.engine is not AnsweringEngine.auto:
+        raise UserError(
+            f"responses.engine: must be left out with responses.url, whose server answers, but is "
+            f"{config.responses.engine}; leave one of them out"
+        )
     if config.hidden_states.part >= config.hidden_states.num_parts:
         raise UserError(
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "

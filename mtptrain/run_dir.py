@@ -1,5 +1,6 @@
 """Finds what the programs of one run share: its target, its prompts, and the identity of its hidden states."""
 
+import os
 import warnings
 from dataclasses import replace
 from functools import cached_property
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mtptrain.config import Backend, Dtype, PipelineConfig
+from mtptrain.config import AnsweringEngine, Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts, unused_token
 from mtptrain.hidden_states.extraction.backend import choose_backend
@@ -81,6 +82,20 @@ class Run:
     def backend(self) -> Backend:
         """The engine that runs the target for its hidden states: see `choose_backend`."""
         return choose_backend(self.config.hidden_states.backend, self.target.config)
+
+    @cached_property
+    def answering(self) -> tuple[str, str]:
+        """The engine that generates responses unless a `url` does, and why `auto` did not choose one before it."""
+        from mtptrain.engines.table import choose_answering  # loads engines
+
+        settings = self.config.responses
+        if settings.engine is not AnsweringEngine.auto:
+            return str(settings.engine), ""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return str(AnsweringEngine.transformers), "torchrun has started ranks for it"
+        return choose_answering(
+            self.target, self.target.generation.sampled_with(settings.sampling), self.config.serving
+        )
 
     def prompts_file(self, split: Split) -> Path:
         """Returns the file of a split, after comparing its bytes with the manifest."""

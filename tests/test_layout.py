@@ -146,7 +146,7 @@ def test_no_room_has_more_lines_than_its_ceiling() -> None:
 def test_an_engines_name_is_in_its_own_file_the_table_and_the_settings_alone() -> None:
     """vLLM is left out: it also extracts hidden states, and heads are described by what it computes."""
     shared = {"mtptrain.engines.table", "mtptrain.settings.evaluation"}
-    readers = {"sglang": {"mtptrain.init_from.readers"}}
+    readers = {"sglang": {"mtptrain.init_from.readers"}, "llama_cpp": {"mtptrain.settings.data"}}
     for engine in ("sglang", "llama_cpp", "openvino", "tensorrt_llm"):
         found = {name for name, path in modules(ROOT).items() if engine in path.read_text()}
         others = {name for name in found if not name.startswith(f"mtptrain.engines.{engine}")}

@@ -1,10 +1,10 @@
 """Optional, before stage 1: regenerate the assistant turns of conversations with the target itself.
 
 Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py). With
-`prompts.source=responses`, mtptrain prompts uses these instead of the original conversations. The target runs in this
-process with transformers, or on a server at `responses.url`. An interrupted run continues where it stopped. If
-conversations fail, the others are kept and the exit code is 1, so that a script stops before the next stage. The next
-run retries the failed ones.
+`prompts.source=responses`, mtptrain prompts uses these instead of the original conversations. The target runs in an
+engine that is started (`responses.engine`), in this process with transformers, or on a server at `responses.url`. An
+interrupted run continues where it stopped. If conversations fail, the others are kept and the exit code is 1, so that a
+script stops before the next stage. The next run retries the failed ones.
 
     torchrun --nproc-per-node 8 -m mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]"
     mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]" responses.url=URL
@@ -17,12 +17,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
+from mtptrain.cli.stages import is_served
+from mtptrain.config import AnsweringEngine, PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
@@ -42,6 +44,7 @@ from mtptrain.utils.progress import ProgressBar
 from ..conversations import Conversations, read_conversations
 from ..prompts_report import print_counts
 from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
+from .engines import PROBE, choose_engine, concurrency_of, longest_tokens, start_engines
 from .server import CompletionServer, RequestFailed
 from .store import COUNTS, FAILURES, MANIFEST, ResponsesIdentity, ResponsesManifest, ResponsesStore, hash_sources
 from .target import regenerate_with_target
@@ -57,7 +60,9 @@ def main(config: PipelineConfig) -> None:
     run = Run(config)
     with StageDir(config.stage_dir("responses")).writing():
         if config.responses.url is None:
-            become_cpu_ranks(run, config.responses.dtype)
+            choose_engine(run)
+            if config.responses.engine is AnsweringEngine.transformers:
+                become_cpu_ranks(run, config.responses.dtype)
         manifest = prepare_responses(run, init_ranks(config.distributed_timeout_hours))
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
@@ -67,13 +72,15 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     """Fill `run_dir/responses` with the missing responses, on all ranks. Returns the manifest on the first rank."""
     # 1. Check the settings, the target and the server.
     config, settings, prompts, target = run.config, run.config.responses, run.config.prompts, run.target
+    if settings.url is None:
+        choose_engine(run)
     check_settings(config, ranks)
     require_chat_template(target.tokenizer)
     sampling = sampling_of(settings, target, config.seed)
     for difference in chats_elsewhere(target) if ranks.is_first else ():
         warnings.warn(difference, stacklevel=2)
-    server = None if settings.url is None else connect(settings.url, settings, sampling, target)
-    context_tokens = (server and server.context_tokens) or target.config.max_position_embeddings
+    servers = [] if settings.url is None else [connect(settings.url, settings, sampling, target)]
+    context_tokens = next((each.context_tokens for each in servers), None) or target.config.max_position_embeddings
 
     # 2. Read the conversations, and find those that earlier runs have not finished.
     conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
@@ -84,7 +91,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
             f"{', '.join(prompts.paths)} must hold at least one conversation that the target can answer: correct the "
             "paths or the data"
         )
-    names = ["max_new_tokens", *([] if server else ["dtype", "batch_size"])]
+    names = ["max_new_tokens", *([] if servers else ["dtype"]), *([] if is_served(config) else ["batch_size"])]
     always = ("temperature", "top_p", "top_k")
     sampled = {
         f"responses.{name}": value
@@ -94,53 +101,53 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     identity = ResponsesIdentity(
         target=TargetIdentity.of(target),
         sources=hash_sources(conversations, prompts.paths),
-        backend="server" if server else "transformers",
-        model=server.model if server else None,
+        backend="server" if servers else str(settings.engine),
+        model=servers[0].model if servers else None,
         settings=sampled
         | {f"responses.{name}": getattr(settings, name) for name in names}
         | {"seed": config.seed, "context_tokens": context_tokens},
     )
     store = ResponsesStore(run.stage_dir("responses"))
     if ranks.is_first:
-        store.begin(identity, server.version if server else None)
+        store.begin(identity)
     done = ranks.gather(set(store.lines))[0]
     missing = [row for row in sizes if row not in done]
-    if missing and ranks.is_first:
-        if server is None:
-            announce_precision("responses.dtype", settings.dtype)
-        stage_dir = StageDir(store.directory)
-        stage_dir.claim(config)
-        store.mark_unfinished()
-        stage_dir.record(config)
-    ranks.barrier()
 
     # 3. Regenerate them.
     def dialogue(row: int) -> Dialogue:
         regenerated = RegeneratedConversation(row, conversations.names[row])
         return Dialogue(target.tokenizer, regenerated, conversations.messages(row), sampling, context_tokens)
 
-    started, failed, num_tokens = time.monotonic(), dict[int, str](), 0
+    failed = dict[int, str]()
     # A response may depend on its batch, so batches, of rows of similar size, depend only on the data, and if one
     # conversation of a batch is missing, the whole batch is generated again.
     order = sorted(sizes, key=lambda row: (sizes[row], row))
     batches = [order[start : start + settings.batch_size] for start in range(0, len(order), settings.batch_size)]
     batches = [rows for rows in batches if not done.issuperset(rows)]
     own = batches[ranks.rank :: ranks.world_size]
-    num_rows = len(missing) if server else sum(len(set(rows) - done) for rows in own)
-    if num_rows:
-        with ResponsesBar(num_rows, ranks) as bar:
-            if server:
-                failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, store, bar)
-            else:
-                if ranks.device.type == "cpu":
-                    torch.set_num_threads(CPU_THREADS)
-                model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
-                dialogues = (list(map(dialogue, rows)) for rows in own)
-                for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
-                    if conversation.row not in done:
-                        store.append(ranks.rank, conversation)
-                        bar.update()
-            num_tokens = bar.num_tokens
+    num_rows = len(missing) if is_served(config) else sum(len(set(rows) - done) for rows in own)
+    with ExitStack() as stack:
+        if missing and is_served(config) and not servers:
+            longest = longest_tokens(conversations, missing, target.tokenizer, settings.max_new_tokens)
+            servers = start_engines(run, sampling, min(context_tokens, longest), stack)
+        if missing and ranks.is_first:
+            begin_to_write(config, store, servers)
+        ranks.barrier()
+        began = time.monotonic()
+        bar = stack.enter_context(ResponsesBar(num_rows, ranks)) if num_rows else None
+        if servers and bar:
+            failed = fill_from_servers(servers, map(dialogue, missing), concurrency_of(settings), store, bar)
+        elif bar:
+            if ranks.device.type == "cpu":
+                torch.set_num_threads(CPU_THREADS)
+            model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
+            dialogues = (list(map(dialogue, rows)) for rows in own)
+            for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
+                if conversation.row not in done:
+                    store.append(ranks.rank, conversation)
+                    bar.update()
+        num_tokens = bar.num_tokens if bar else 0
+        duration_s = time.monotonic() - began
     num_tokens = sum(ranks.gather(num_tokens))
     if not ranks.is_first:
         return None
@@ -151,7 +158,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     else:
         manifest = ResponsesManifest.read(store.directory / MANIFEST)
         print(f"{store.directory} is finished already", flush=True)
-    speed = f"{num_tokens:,} tokens, {num_tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
+    speed = f"{num_tokens:,} tokens, {num_tokens / max(duration_s, 1e-9):,.0f} tokens/s"
     this_run = f"{len(missing) - len(failed):,} conversations, {speed}"
     num_turns = sum(num_turns for num_turns, _ in sizes.values())
     print_report(store.directory, manifest, num_turns, sampling.stop_token_ids, this_run)
@@ -163,15 +170,25 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     return manifest
 
 
+def begin_to_write(config: PipelineConfig, store: ResponsesStore, servers: Sequence[CompletionServer]) -> None:
+    if config.responses.url is None:
+        announce_precision("responses.dtype", config.responses.dtype)
+    stage_dir = StageDir(store.directory)
+    stage_dir.claim(config)
+    store.mark_unfinished([each.version for each in servers if each.version])
+    stage_dir.record(config)
+
+
 def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
     if config.prompts.source is not PromptSource.responses or not config.prompts.paths:
         raise UserError(
             f"prompts.source and prompts.paths: must be {PromptSource.responses} and at least one file or data set of "
             f"conversations, but are {config.prompts.source} and {config.prompts.paths}; set both"
         )
-    if config.responses.url and ranks.world_size > 1:
+    if is_served(config) and ranks.world_size > 1:
+        name = "url" if config.responses.url else f"engine={config.responses.engine}"
         raise UserError(
-            f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; run "
+            f"responses.{name}: must be used by one process, but there are {ranks.world_size} ranks; run "
             "mtptrain responses without torchrun and set responses.concurrency"
         )
 
@@ -187,7 +204,7 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
             f"target.path: eos_token_id must be set in {generation.FILE} or config.json, or eos_token of the "
             f"tokenizer, since it ends a response, but is not set in {target.directory}; add it"
         )
-    sampled = own.sampled_with({name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")})
+    sampled = own.sampled_with(settings.sampling)
     if own.changes and os.environ.get("RANK", "0") == "0":
         says = "as" if sampled == own.own_sampling else f"while {_changes(own.own_sampling)} is what"
         others = {name: value for name, value in own.changes.items() if name not in generation.NEUTRAL}
@@ -210,7 +227,7 @@ def _changes(sampling: Mapping[str, Any]) -> str:
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:
     """Connect to the server and check that it completes a prompt."""
     server = CompletionServer(url, settings, sampling, target.tokenizer, int(target.config.vocab_size))
-    server.check(render_prompt(target.tokenizer, [{"role": "user", "content": "What is two and two?"}]))
+    server.check(render_prompt(target.tokenizer, PROBE))
     print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     return server
 
@@ -240,13 +257,18 @@ class ResponsesBar(ProgressBar):
         super().__init__(total=num_rows, desc=name, unit="row", **shown)
 
 
-def fill_from_server(
-    server: CompletionServer, dialogues: Iterable[Dialogue], concurrency: int, store: ResponsesStore, bar: ResponsesBar
+def fill_from_servers(
+    servers: Sequence[CompletionServer],
+    dialogues: Iterable[Dialogue],
+    concurrency: int,
+    store: ResponsesStore,
+    bar: ResponsesBar,
 ) -> dict[int, str]:
-    """Regenerate conversations with requests to the server, `concurrency` at once. Returns why one failed, by row."""
+    """Regenerate conversations with requests, `concurrency` at once to each server. Returns why one failed, by row."""
+    most_failures = max(MIN_FAILURES_TO_STOP, 2 * concurrency * len(servers))
     remaining, failed, failures_in_a_row = iter(dialogues), dict[int, str](), 0
 
-    async def converse() -> None:
+    async def converse(server: CompletionServer) -> None:
         nonlocal failures_in_a_row
         for dialogue in remaining:
             conversation = dialogue.regenerated
@@ -256,7 +278,7 @@ def fill_from_server(
             except RequestFailed as failure:
                 failed[conversation.row] = str(failure)
                 failures_in_a_row += 1
-                if failures_in_a_row == max(MIN_FAILURES_TO_STOP, 2 * concurrency):
+                if failures_in_a_row == most_failures:
                     raise UserError(
                         f"mtptrain responses: conversations must not keep failing, but {failures_in_a_row} in a row "
                         f"did, the last one with: {failure}; correct the cause and run mtptrain responses again to "
@@ -269,7 +291,7 @@ def fill_from_server(
             bar.update()
 
     async def converse_at_once() -> None:
-        await asyncio.gather(*(converse() for _ in range(concurrency)))
+        await asyncio.gather(*(converse(server) for _ in range(concurrency) for server in servers))
 
     asyncio.run(converse_at_once())
     return failed

@@ -1,4 +1,6 @@
-"""The client of a running OpenAI-compatible server (vLLM, SGLang). Prompts and responses are token ids.
+"""The client of a running server: an OpenAI-compatible one (vLLM, SGLang) or that of an engine that was started.
+
+Prompts and responses are token ids.
 
 What the server says is shown without the secrets that it was sent.
 """
@@ -7,6 +9,7 @@ import asyncio
 import json
 import os
 from base64 import b64encode
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import ResponsesConfig
 from mtptrain.data.chat_template import INCOMPLETE, decoded
+from mtptrain.engines.requests import Question
+from mtptrain.engines.server import NO_PROXY, EngineServer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
@@ -24,6 +29,12 @@ from .dialogue import Prompt, Response, Sampling, decode_response
 
 API_KEY = "OPENAI_API_KEY"
 """The environment variable of the server's key, which is that of OpenAI's own client."""
+VERSIONS = (
+    ("vLLM", "/version", "version"),
+    ("SGLang", "/server_info", "version"),
+    ("llama.cpp", "/props", "build_info"),
+)
+"""The engines with the paths and the keys of their versions."""
 MAX_RETRIES = 3
 """How often a failed request is repeated."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -43,8 +54,15 @@ class CompletionServer:
         sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
+        kind: type[EngineServer] = EngineServer,
+        model: str | None = None,
+        check_running: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ask the server for its models."""
+        """Ask the server for its models, among which `model` must be; None for `responses.model` or the only one.
+
+        `kind` says how the server is asked, and `check_running` raises UserError once it has ended.
+        """
+        self._kind, self._check_running = kind, check_running
         api_key = os.environ.get(API_KEY, "")
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             raise UserError(
@@ -59,11 +77,17 @@ class CompletionServer:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._ssl_context = httpx.create_ssl_context()
         served = self._context_lengths()
-        self.model = next(iter(served)) if settings.model is None and len(served) == 1 else str(settings.model)
+        wanted = settings.model if model is None else model
+        self.model = next(iter(served)) if wanted is None and len(served) == 1 else str(wanted)
+        if self.model not in served and model is not None:
+            raise UserError(
+                f"responses.engine: the server at {self.url} must be the one that was started for this run, but serves "
+                f"{self.quote(', '.join(served)) or 'nothing'}, so that another program has its port; start again"
+            )
         if self.model not in served:
             raise UserError(
                 "responses.model: must be the target's name on the server, and may be left out if there is one model, "
-                f"but is {settings.model}, and {self.url} serves {self.quote(', '.join(served)) or 'none'}; correct "
+                f"but is {wanted}, and {self.url} serves {self.quote(', '.join(served)) or 'none'}; correct "
                 "it, or start the server with that model"
             )
         self.context_tokens = served[self.model]
@@ -86,17 +110,18 @@ class CompletionServer:
         )
 
     def _version(self) -> str | None:
-        """Returns the engine's name and version, which vLLM reports at /version and SGLang at /server_info."""
-        for engine, path in (("vLLM", "/version"), ("SGLang", "/server_info")):
+        """Returns the engine's name and version, which each reports at a path of its own."""
+        for engine, path, key in VERSIONS:
             with suppress(RequestFailed, LookupError, TypeError):
-                return f"{engine} {self.quote(str(asyncio.run(self._fetch(path, is_beside=True))['version']))}"
+                return f"{engine} {self.quote(str(asyncio.run(self._fetch(path, is_beside=True))[key]))}"
         return None
 
     def check(self, prompt_ids: list[int]) -> None:
         """Check that the server completes a prompt given as token ids, by requesting one token."""
         try:
-            content = asyncio.run(self._fetch("/completions", self._request(Prompt(prompt_ids, 0), 1)))
-            self._parse(content, prompt_ids, 1)
+            question = self._question(Prompt(prompt_ids, 0), 1)
+            content = asyncio.run(self._fetch("/completions", self._kind.answer_request(question)))
+            self._parse(content, question)
         except RequestFailed as failure:
             raise UserError(
                 f"responses.url: {self.url} must complete prompts given as token ids and return token ids, but "
@@ -105,41 +130,35 @@ class CompletionServer:
 
     async def complete(self, prompt: Prompt) -> Response:
         """Returns the response to a prompt, or raises RequestFailed."""
-        request = self._request(prompt, self._sampling.max_new_tokens)
-        content = await self._fetch("/completions", request, num_retries=MAX_RETRIES)
-        return self._parse(content, prompt.token_ids, self._sampling.max_new_tokens)
-
-    def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": prompt.token_ids,
-            "max_tokens": max_new_tokens,
-            **self._sampling.settings,
-            "top_k": self._sampling.settings["top_k"] or -1,  # -1 means all tokens in both engines
-            "seed": prompt.seed,
-            "stop_token_ids": list(self._sampling.stop_token_ids),
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
-
-    def _parse(self, content: Any, prompt_ids: list[int], max_new_tokens: int) -> Response:
-        """Returns the response in a completion, whose text must be that of its token ids for the target's tokenizer."""
+        question = self._question(prompt, self._sampling.max_new_tokens)
+        request = self._kind.answer_request(question)
         try:
-            [choice] = content["choices"]
-            reason, token_ids, text = choice["finish_reason"], choice["token_ids"], choice["text"]
-            if reason not in ("stop", "length"):
-                raise ValueError(f"finish_reason must be stop or length, but is {reason}")
-            if len(token_ids) > max_new_tokens:
-                raise ValueError(f"at most {max_new_tokens} tokens must be generated, but are {len(token_ids)}")
+            content = await self._fetch("/completions", request, num_retries=MAX_RETRIES)
+        except RequestFailed:
+            self._check_running()
+            raise
+        return self._parse(content, question)
+
+    def _question(self, prompt: Prompt, max_new_tokens: int) -> Question:
+        sampling, stop_token_ids = self._sampling.settings, self._sampling.stop_token_ids
+        return Question(self.model, prompt.token_ids, max_new_tokens, sampling, stop_token_ids, prompt.seed)
+
+    def _parse(self, content: Any, question: Question) -> Response:
+        """Returns the response in a completion, whose text must be that of its token ids for the target's tokenizer."""
+        prompt_ids, most = question.prompt, question.max_new_tokens
+        try:
+            token_ids, text, is_cut = self._kind.answer_of(content, question)
+            if len(token_ids) > most:
+                raise ValueError(f"at most {most} tokens must be generated, but are {len(token_ids)}")
             if not all(type(token) is int and 0 <= token < self._vocab_size for token in token_ids):
                 raise ValueError(f"token_ids must be integers in [0, {self._vocab_size})")
-            has_end = reason == "stop" and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
+            has_end = not is_cut and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
             kept, end = (token_ids[:-1], token_ids[-1:]) if has_end else (token_ids, [])
             shown = decode_response(self._tokenizer, prompt_ids, kept)
             # Servers differ in spaces and incomplete characters, and some show the token that ends a response.
             if squashed(text) not in (squashed(shown), squashed(shown + decoded(self._tokenizer, end))):
                 raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
-            return Response(kept, end, reason == "length")
+            return Response(kept, end, is_cut)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise RequestFailed(
                 f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
@@ -156,7 +175,8 @@ class CompletionServer:
         """
         base, mark, query = self._url.partition("?")
         url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
-        options: dict[str, Any] = {"headers": self._headers, "verify": self._ssl_context, "follow_redirects": True}
+        options: dict[str, Any] = {"headers": self._headers, "verify": self._ssl_context}
+        options |= {"follow_redirects": True, "mounts": NO_PROXY}
         for attempt in range(num_retries + 1):
             asked_s = 0.0
             try:

@@ -54,8 +54,9 @@ class ResponsesIdentity(Identity):
     sources: dict[str, str]
     """Hash of the conversations in each file or hub data set, by its path or name."""
     backend: str
+    """`responses.engine`, or `server` for one at `responses.url`."""
     model: str | None
-    """Name of the model on the server; None with transformers."""
+    """Name of the model at `responses.url`; None without one."""
     settings: dict[str, int | float | str]
     """Sampling settings by their names in the config, and everything else that affects responses."""
 
@@ -64,7 +65,7 @@ class ResponsesIdentity(Identity):
             **super().facts(),
             "the conversations (prompts.paths and their hashes)": self.sources,
             "the order of prompts.paths": list(self.sources),
-            "the backend (responses.url)": self.backend,
+            "the engine (responses.engine, responses.url)": self.backend,
             "the served model (responses.model)": self.model,
             **self.settings,
         }
@@ -88,7 +89,7 @@ class ResponsesManifest:
 
     identity: ResponsesIdentity
     server_versions: list[str]
-    """Versions of all servers used, in the order of their first use; empty with transformers."""
+    """Versions of all servers used, in the order of their first use; empty with our own loop."""
     counts: dict[str, int] = field(default_factory=dict)
     """Numbers by their names in `COUNTS`."""
     failed: int = 0
@@ -118,7 +119,7 @@ class ResponsesStore:
         """Whether the last run ended. A kill may leave `plan.json` beside a new manifest."""
         return (self.directory / MANIFEST).exists() and not (self.directory / PLAN).exists()
 
-    def begin(self, identity: ResponsesIdentity, server_version: str | None) -> None:
+    def begin(self, identity: ResponsesIdentity) -> None:
         """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this."""
         self.directory.mkdir(parents=True, exist_ok=True)
         stored = [path for path in (self.directory / CONVERSATIONS, *self._journals()) if path.exists()]
@@ -128,17 +129,19 @@ class ResponsesStore:
                 f"{self.directory}: must hold {PLAN} or {MANIFEST} beside its responses, but holds neither; delete it "
                 "and run mtptrain responses again"
             )
-        versions = [server_version] if server_version else []
+        versions = list[str]()
         for path in plans[:1]:
             plan = ResponsesManifest.read(path)
             refuse_other(path, identity, plan.identity)
-            versions = [*plan.server_versions, *versions]
-        self._plan = ResponsesManifest(identity, list(dict.fromkeys(versions)))
+            versions = plan.server_versions
+        self._plan = ResponsesManifest(identity, versions)
         for path in stored:
             self._index(path)
 
-    def mark_unfinished(self) -> None:
+    def mark_unfinished(self, server_versions: Sequence[str]) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
+        versions = dict.fromkeys([*self._plan.server_versions, *server_versions])
+        self._plan = replace(self._plan, server_versions=list(versions))
         write_sealed(self.directory / PLAN, asdict(self._plan))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 

@@ -145,10 +145,15 @@ STAGES = {
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:
     """Returns the stages of a whole run with these settings, in order: name, stage, and what runs it."""
     return [
-        (name, stage, "server" if name == "responses" and config.responses.url else stage.runner)
+        (name, stage, "server" if name == "responses" and is_served(config) else stage.runner)
         for name, stage in STAGES.items()
         if stage.is_needed is not None and stage.is_needed(config)
     ]
+
+
+def is_served(config: "PipelineConfig") -> bool:
+    """Returns whether the settings have a server generate the responses; with `auto`, an engine is looked for later."""
+    return config.responses.url is not None or config.responses.engine not in ("auto", "transformers")
 
 
 def settings_of(name: str) -> tuple[str, ...]:

@@ -52,23 +52,29 @@ NOTES = {
 
 
 @dataclass(frozen=True)
-class Served:
-    """A target and an exported head that an engine serves, and how."""
+class ServedTarget:
+    """A target that an engine serves, and how."""
 
     program: Path
     """The result of the engine's `find_program`."""
     target: TargetFiles
-    head_dir: Path
-    """The export."""
-    facts: dict[str, Any]
-    """Contents of the export's `serving.json`."""
     serving: ServingConfig
     dtype: str
-    """`acceptance.dtype`."""
+    """`acceptance.dtype`, or `responses.dtype`."""
     context_tokens: int
     """Number of tokens of the longest prompt, its answer and spare drafts."""
     concurrency: int
     """Maximum number of requests in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(ServedTarget):
+    """A target and an exported head that an engine serves, and how."""
+
+    head_dir: Path
+    """The export."""
+    facts: dict[str, Any]
+    """Contents of the export's `serving.json`."""
     log_dir: Path
     server_args: Sequence[str] = ()
     """`serving_bench.server_args`."""
@@ -206,6 +212,8 @@ class RunningEngine(Engine):
     """Number of requests that a check keeps in flight if no setting names another."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Variables that a server starts with unless users have set them."""
     advice: str
     """The advice if the engine's counters differ from ours by more than rounding."""
     why_no_drafts = ""
@@ -234,6 +242,17 @@ class RunningEngine(Engine):
     def may_round(self, served: Served) -> bool:
         """Returns whether the engine rounds weights, whatever `acceptance.dtype` is."""
         return False
+
+    def why_not_answers(self, target: TargetFiles, sampling: Mapping[str, Any]) -> str:
+        """Returns why the engine's answers without drafts are not those of the target as it is sampled; "" if they are.
+
+        Rounding apart: an engine adds numbers in another order, and in fp32 that seldom changes a token.
+        """
+        return ""
+
+    def answering_command(self, served: ServedTarget, model: str) -> list[Path | str]:
+        """Returns the command, without host and port, of a server of the target alone, which it calls `model`."""
+        raise NotImplementedError
 
     @abstractmethod
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:

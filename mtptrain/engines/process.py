@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,51 +122,79 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
         return json.loads(result_path.read_text())
 
 
+@dataclass
+class Started:
+    """A server that was started at an address of this machine, and may not answer yet."""
+
+    url: str
+    name: str
+    process: subprocess.Popen[bytes]
+    has_answered: bool = False
+
+    def wait(self) -> None:
+        """Wait until the server answers. Raises UserError if it ends or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                self.has_answered = httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success
+            self.check()
+            if self.has_answered:
+                return
+            time.sleep(POLL_S)
+        raise UserError(f"{self.name}: must answer within {START_TIMEOUT_S:g} s, but does not; read its log")
+
+    def check(self) -> None:
+        """Raises UserError if the server has ended."""
+        if self.process.poll() is not None:
+            raise UserError(f"{self.name}: must run, but has ended")
+
+
 @contextmanager
 def started_server(
     kind: type[Server], command: Sequence[Path | str], log_path: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Runs a server, which ends no later than this process, and yields it once it answers."""
+    with started(kind.program, command, log_path, environment) as server:
+        server.wait()
+        yield kind(server.url, log_path)
+
+
+@contextmanager
+def started(
+    program: str,
+    command: Sequence[Path | str],
+    log_path: Path,
+    environment: Mapping[str, str] | None = None,
+    devices: str = "",
+) -> Iterator[Started]:
+    """Runs a server, which ends no later than this process, on all GPUs or on these, as CUDA_VISIBLE_DEVICES."""
     port = free_port()
     arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]
+    seen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [str(argument) for argument in arguments],
-            env=dict(environment or {}) | without_own_settings(os.environ),
+            env=dict(environment or {}) | without_own_settings(os.environ) | seen,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    url, does = f"http://127.0.0.1:{port}", "must start"
+    server = Started(f"http://127.0.0.1:{port}", f"{program}, whose log is {log_path}", process)
     try:
-        _wait(f"{url}/health", process, f"{kind.program}, whose log is {log_path}")
-        does = "must run until all prompts are answered"
-        yield kind(url, log_path)
+        yield server
     except UserError as error:
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)  # a server that has ended could not answer
         if process.poll() is None:
             raise
+        does = "must run until all prompts are answered" if server.has_answered else "must start"
         raise UserError(
-            f"{kind.program}: {does}, but ended with status {process.returncode}; its log is {log_path}, and its last "
+            f"{program}: {does}, but ended with status {process.returncode}; its log is {log_path}, and its last "
             "lines are:\n" + "\n".join(log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
         ) from error
     finally:
         _end(process)
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], name: str) -> None:
-    """Wait until a server answers. Raises UserError if it ends or takes too long."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with suppress(httpx.TransportError):
-            if httpx.get(url, timeout=5.0, trust_env=False).is_success:
-                return
-        if process.poll() is not None:
-            raise UserError(f"{name}: must start, but has ended")
-        time.sleep(POLL_S)
-    raise UserError(f"{name}: must answer within {START_TIMEOUT_S:g} s, but does not; read its log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

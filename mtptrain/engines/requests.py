@@ -96,6 +96,19 @@ class Questions(NamedTuple):
     """Number of requests in flight."""
 
 
+class Question(NamedTuple):
+    """A prompt, and everything with which a server is asked for an answer that becomes training data."""
+
+    model: str
+    prompt: list[int]
+    """Token ids."""
+    max_new_tokens: int
+    sampling: Mapping[str, Any]
+    """The settings of `generation.NEUTRAL`."""
+    stop_token_ids: Sequence[int]
+    seed: int
+
+
 @dataclass(frozen=True)
 class Requests:
     prompts: Sequence[Sequence[int]]

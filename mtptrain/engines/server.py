@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from mtptrain.engines.requests import EngineCounts, EngineRun, Questions, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Question, Questions, Requests
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
@@ -45,6 +45,8 @@ class EngineServer(ABC):
     """Options that the command needs, for error messages."""
     context_option: str
     """The command's option that sets the length of the context."""
+    base_path = "/v1"
+    """The path below which the server completes prompts of token ids."""
     kept_connections: int | None = None
     """Maximum number of idle connections; None keeps all. A server may close them after each answer."""
     may_round = False
@@ -106,6 +108,32 @@ class EngineServer(ABC):
     @abstractmethod
     def chat_ids(self, chat: Mapping[str, Any]) -> list[int]:
         """Returns the prompt that the server makes of `messages` with `chat_template_kwargs`, as token ids."""
+
+    @classmethod
+    def answer_request(cls, question: Question) -> dict[str, Any]:
+        """Returns the content of a request to `base_path`/completions for one answer as token ids.
+
+        By default it is that of OpenAI's completions, with what vLLM and SGLang add.
+        """
+        return {
+            "model": question.model,
+            "prompt": question.prompt,
+            "max_tokens": question.max_new_tokens,
+            **question.sampling,
+            "top_k": question.sampling["top_k"] or -1,  # -1 means all tokens in both engines
+            "seed": question.seed,
+            "stop_token_ids": list(question.stop_token_ids),
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
+
+    @classmethod
+    def answer_of(cls, content: Any, question: Question) -> tuple[list[int], str, bool]:
+        """Returns the token ids of an answer with its end, its text, and whether it was cut; `UNREADABLE` otherwise."""
+        [choice] = content["choices"]
+        if (reason := choice["finish_reason"]) not in ("stop", "length"):
+            raise ValueError(f"finish_reason must be stop or length, but is {reason}")
+        return choice["token_ids"], choice["text"], reason == "length"
 
     @abstractmethod
     def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:

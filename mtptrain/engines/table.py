@@ -4,10 +4,12 @@ An engine's module is imported when it is first asked for.
 """
 
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -15,9 +17,11 @@ from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Engine, RunningEngine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.settings.evaluation import ExportEngine
+from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEngine
+from mtptrain.settings.hardware import has_gpu
 from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir
 from mtptrain.utils.errors import UserError
@@ -34,6 +38,28 @@ ENGINES = {
 """The module of each engine, in this package. Its `ENGINE` is the engine."""
 ADVISED = (ExportEngine.vllm, ExportEngine.sglang, ExportEngine.llama_cpp, ExportEngine.openvino)
 """Engines that a refusal names instead of another."""
+
+ANSWERING = {True: (ServingEngine.vllm,), False: (ServingEngine.llama_cpp,)}
+"""Engines that answer questions faster than our own loop, the fastest first, with and without a GPU."""
+
+
+def choose_answering(target: TargetFiles, sampling: Mapping[str, Any], serving: ServingConfig) -> tuple[str, str]:
+    """Returns the engine that `responses.engine=auto` stands for, and why.
+
+    It is our own loop (`transformers`) if no engine is installed that answers as the target does.
+    """
+    reasons = []
+    for key in ANSWERING[has_gpu()]:
+        engine = running_engine(key)
+        if not (why := engine.why_not_answers(target, sampling)):
+            try:
+                engine.find_program(serving.of(key))
+            except UserError:
+                why = f"it is not installed here, as responses.engine={key} says"
+            else:
+                return str(key), "; ".join(["the fastest engine here that answers as the target is sampled", *reasons])
+        reasons.append(f"not {key}: {why}")
+    return str(ExportEngine.transformers), "; ".join(["our own loop", *reasons])
 
 
 @cache

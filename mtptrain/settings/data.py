@@ -32,6 +32,18 @@ class Backend(StrEnum):
     vllm = "vllm"
 
 
+class AnsweringEngine(StrEnum):
+    """What generates responses with the target."""
+
+    auto = "auto"
+    """The fastest that is installed on this machine and answers as the target is sampled; else `transformers`."""
+    vllm = "vllm"
+    llama_cpp = "llama_cpp"
+    """For a target that is a GGUF file, or with `target.gguf`."""
+    transformers = "transformers"
+    """mtptrain's own loop, in this process or its ranks."""
+
+
 class PromptSource(StrEnum):
     text_files = "text_files"
     conversations = "conversations"
@@ -111,18 +123,21 @@ class PromptsConfig:
 class ResponsesConfig:
     """Optional stage before stage 1: the target regenerates the assistant turns of `prompts.paths`."""
 
+    engine: AnsweringEngine = AnsweringEngine.auto
+    """The engine that runs the target. It is found as `serving` says and started, one for each GPU or for each
+    `serving.tensor_parallel_size` of them. With torchrun, `auto` is `transformers`."""
     url: str | None = None
-    """Base URL of an OpenAI-compatible server (vLLM, SGLang) that serves the target, such as
-    `http://localhost:8000/v1`. null runs the target in this process with transformers. The environment variable
-    `OPENAI_API_KEY` holds the server's key, if it needs one."""
+    """Base URL of a running OpenAI-compatible server (vLLM, SGLang) to ask instead, such as
+    `http://localhost:8000/v1`. The environment variable `OPENAI_API_KEY` holds the server's key, if it needs one."""
     model: str | None = None
     """The target's model name on the server; null uses the server's only model."""
-    concurrency: int = at_least(1, default=64)
-    """Number of conversations in flight at the server."""
+    concurrency: int | None = at_least(1, default=None)
+    """Number of conversations in flight at each server; null is 64 at a `url`, else 256 on GPUs and 16 on a CPU."""
     batch_size: int = at_least(1, default=8)
     """With transformers: number of conversations generated together."""
     dtype: Dtype = Dtype.auto
-    """With transformers: dtype of the target. `auto` is bfloat16 where this machine computes it fast, else float32."""
+    """Dtype of the target, unless a `url` serves it. `auto` is bfloat16 where this machine computes it fast, else
+    float32."""
     temperature: float | None = at_least(0.0, default=None)
     """null samples as the target's generation_config.json says, penalties included: greedily if it says nothing. With a
     number there are no penalties, and all tokens are kept unless `top_p` or `top_k` are set."""
@@ -134,6 +149,11 @@ class ResponsesConfig:
     """Maximum length of a response in tokens. A response that reaches it is the last of its conversation."""
     timeout_s: float = at_least(0.01, default=600.0)
     """Timeout of one request."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of sampling; None where they are left out."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
 
 
 @dataclass

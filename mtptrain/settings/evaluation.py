@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
@@ -210,10 +210,9 @@ class ServingConfig:
     output_dir: str | None = directory_path(default=None)
     """Directory in which `serving_check` and `serving_bench` are made; null is `run_dir`."""
 
-    @property
-    def vllm_python(self) -> str | None:
-        """The Python of vLLM for programs that need vLLM whatever the engine is; None for the default."""
-        return self.program if self.engine is ServingEngine.vllm else None
+    def of(self, engine: str) -> "ServingConfig":
+        """Returns these settings for an engine, which may be another than `engine`: `program` is then not its own."""
+        return self if self.engine == engine else replace(self, engine=ServingEngine(engine), program=None)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mtptrain.settings.data import Dtype
+from mtptrain.settings.data import AnsweringEngine, Dtype
 from mtptrain.settings.hardware import has_gpu
 from mtptrain.stage_dir import StageDir
 from mtptrain.utils.cpu import has_bf16_instructions
@@ -40,6 +40,13 @@ def resolve_dtype(setting: Dtype, stage_dir: Path, on_gpu: bool) -> Dtype:
         return setting
     began = _began_with(stage_dir, lambda config: Dtype(config[stage_dir.name]["dtype"]))
     return fast_dtype(on_gpu)[0] if began is None else began
+
+
+def resolve_answering(setting: AnsweringEngine, stage_dir: Path) -> AnsweringEngine:
+    """Returns the engine that generates responses: as set, else as the stage began, else still `auto`."""
+    if setting != AUTO:
+        return setting
+    return _began_with(stage_dir, lambda config: AnsweringEngine(config[stage_dir.name]["engine"])) or setting
 
 
 def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, on_gpu: bool) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def write(
     directory.mkdir(exist_ok=True)
     target, head_dir = TargetFiles(target_dir, "a/new target"), directory / "export/vllm"
     facts = {"speculative_settings": {}, "holds_target": False, **facts}
-    served = Served(Path("python"), target, head_dir, facts, ServingConfig(), "float32", 64, 8, directory)
+    plain = Path("python"), target, ServingConfig(), "float32", 64, 8
+    served = Served(*plain, head_dir=head_dir, facts=facts, log_dir=directory)
     said = write_engine_settings(directory, speeds, served, running_engine("vllm"))
     vllm, readme = directory / "vllm.json", directory / "README.md"
     return said, json.loads(vllm.read_text()) if vllm.exists() else None, readme.read_text() if readme.exists() else ""

@@ -146,7 +146,7 @@ def trained(extracted: Checked) -> Checked:
 @pytest.fixture(scope="module")
 def vllm(extracted: Checked) -> None:
     try:
-        find_python(extracted.config.serving.vllm_python)
+        find_python(extracted.config.serving.of("vllm").program)
     except UserError as missing:
         pytest.skip(f"*** vLLM IS NOT INSTALLED: {missing} ***")
 

@@ -84,4 +84,5 @@ def check_equal(serve: Serve, case: Case) -> None:
 
 def served_from(program: Path, target_dir: Path, head_dir: Path) -> Served:
     """Returns what an engine serves from two folders, in fp32."""
-    return Served(program, TargetFiles(target_dir), head_dir, {}, ServingConfig(), "float32", CONTEXT_TOKENS, 1, Path())
+    plain = program, TargetFiles(target_dir), ServingConfig(), "float32", CONTEXT_TOKENS, 1
+    return Served(*plain, head_dir=head_dir, facts={}, log_dir=Path())

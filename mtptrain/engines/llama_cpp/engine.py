@@ -4,15 +4,16 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.base import Applied, RunningEngine, Served
+from mtptrain.engines.base import Applied, RunningEngine, Served, ServedTarget
 from mtptrain.engines.limits import Refusal, must_be_false, why_not_captured, window_of
 from mtptrain.engines.llama_cpp import formats
 from mtptrain.engines.llama_cpp.formats import ARCHITECTURE_OF
@@ -35,7 +36,7 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import GenerationDefaults
+from mtptrain.target.generation import NEUTRAL, PENALTIES, GenerationDefaults
 from mtptrain.target.gguf import require_same_sizes
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import UserError
@@ -145,6 +146,19 @@ class LlamaCpp(RunningEngine):
     def may_round(self, served: Served) -> bool:
         assert served.target.gguf is not None
         return not (is_in_fp32(served.target.gguf) and is_in_fp32(served.head_dir / HEAD_FILE))
+
+    def why_not_answers(self, target: TargetFiles, sampling: Mapping[str, Any]) -> str:
+        if target.gguf is None:
+            return "it serves a GGUF file, which neither target.path nor target.gguf names"
+        penalties = [name for name in PENALTIES if sampling[name] != NEUTRAL[name]]
+        return f"its {penalties[0]} counts other tokens than vLLM's and ours" if penalties else ""
+
+    def answering_command(self, served: ServedTarget, model: str) -> list[Path | str]:
+        assert served.target.gguf is not None
+        require_same_sizes(served.target.gguf, served.target.config)
+        is_exact = served.dtype == "float32" and is_in_fp32(served.target.gguf)
+        arguments = server_arguments(served.target.gguf, served.context_tokens, served.concurrency, is_exact, None)
+        return [served.program, *arguments, "--alias", model, "--special"]
 
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         command = server_command(served, num_drafts, is_exact=served.dtype == "float32")

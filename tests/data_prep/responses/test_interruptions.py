@@ -84,7 +84,7 @@ def test_other_settings_data_or_targets_do_not_go_on_with_these_answers(
     other = make_speaking_target(tmp_path / "other", seed=1)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_new_tokens": 23, "seed": 1}, r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is"),
-        ({"url": None}, r"the backend \(responses\.url\) must be transformers, but is server"),
+        ({"url": None}, r"the engine \(responses\.engine, responses\.url\) must be transformers, but is server"),
         ({"rows": CHATS[1:]}, r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{"),
         ({"target": other}, r"the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: "),
         ({"model": "tuned"}, r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"),

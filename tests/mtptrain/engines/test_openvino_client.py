@@ -46,7 +46,8 @@ def test_an_openvino_that_crashes_is_started_once_more(
     tmp_path: Path, user_warnings: list[warnings.WarningMessage]
 ) -> None:
     python = fake_python(tmp_path, CRASHES_ONCE)
-    served = Served(python, TargetFiles(Path()), Path(), {}, ServingConfig(), "float32", 8, 1, tmp_path)
+    plain = python, TargetFiles(Path()), ServingConfig(), "float32", 8, 1
+    served = Served(*plain, head_dir=Path(), facts={}, log_dir=tmp_path)
     engine = running_engine("openvino")
     assert engine.generate(served, 3, [QUESTIONS])[0].tokens == [[5, 6]]
     (tmp_path / "starts").unlink()
