@@ -48,7 +48,7 @@ def choose_answering(target: TargetFiles, sampling: Mapping[str, Any], serving: 
 
     It is our own loop (`transformers`) if no engine is installed that answers as the target does.
     """
-    reasons = []
+    reasons = list[str]()
     for key in ANSWERING[has_gpu()]:
         engine = running_engine(key)
         if not (why := engine.why_not_answers(target, sampling)):
