@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.cli.stages import is_served
 from mtptrain.config import Backend, PipelineConfig, PromptSource, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
@@ -335,7 +336,7 @@ class Plan:
         rate, text = planner.responses_tokens_per_s, "as given"
         if not rate:
             flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
-            share = ANSWER_SHARES["server" if config.responses.url else "transformers"]
+            share = ANSWER_SHARES["server" if is_served(config) else "transformers"]
             rate, text = tokens_per_s(planner, flops, share, planner.num_gpus, dtype, 1)
         self.seconds["responses"] = tokens / rate
         self.rows["time of responses"] = f"at most {duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
