@@ -39,8 +39,8 @@ ENGINES = {
 ADVISED = (ExportEngine.vllm, ExportEngine.sglang, ExportEngine.llama_cpp, ExportEngine.openvino)
 """Engines that a refusal names instead of another."""
 
-ANSWERING = {True: (ServingEngine.vllm,), False: (ServingEngine.llama_cpp,)}
-"""Engines that answer questions faster than our own loop, the fastest first, with and without a GPU."""
+ANSWERING = {True: (ServingEngine.vllm,), False: ()}
+"""Engines that answer questions faster than our own loop, with and without a GPU; docs/data.md has what was measured."""
 
 
 def choose_answering(target: TargetFiles, sampling: Mapping[str, Any], serving: ServingConfig) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def choose_answering(target: TargetFiles, sampling: Mapping[str, Any], serving: 
             except UserError:
                 why = f"it is not installed here, as responses.engine={key} says"
             else:
-                return str(key), "; ".join(["the fastest engine here that answers as the target is sampled", *reasons])
+                return str(key), "; ".join(["which is installed and answers as the target is sampled", *reasons])
         reasons.append(f"not {key}: {why}")
     return str(ExportEngine.transformers), "; ".join(["our own loop", *reasons])
 

@@ -36,7 +36,7 @@ class AnsweringEngine(StrEnum):
     """What generates responses with the target."""
 
     auto = "auto"
-    """The fastest that is installed on this machine and answers as the target is sampled; else `transformers`."""
+    """vLLM on GPUs, if it is installed and answers as the target is sampled; else `transformers`."""
     vllm = "vllm"
     llama_cpp = "llama_cpp"
     """For a target that is a GGUF file, or with `target.gguf`."""

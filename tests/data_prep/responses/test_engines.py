@@ -149,9 +149,9 @@ def test_auto_takes_what_is_installed_and_says_why(
 ) -> None:
     fallback = "transformers, our own loop; not "
     cases: list[tuple[bool, bool, str]] = [  # has a GPU, has vLLM
-        (True, True, "vllm, the fastest engine here that answers as the target is sampled$"),
+        (True, True, "vllm, which is installed and answers as the target is sampled$"),
         (True, False, fallback + "vllm: it is not installed here, as responses.engine=vllm says$"),
-        (False, True, fallback + "llama_cpp: it serves a GGUF file, which neither target.path nor"),
+        (False, True, "transformers, our own loop$"),
     ]
     for number, (has_gpu, is_installed, said) in enumerate(cases):
         monkeypatch.setattr(table, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
