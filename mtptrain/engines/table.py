@@ -40,7 +40,7 @@ ADVISED = (ExportEngine.vllm, ExportEngine.sglang, ExportEngine.llama_cpp, Expor
 """Engines that a refusal names instead of another."""
 
 ANSWERING = {True: (ServingEngine.vllm,), False: ()}
-"""Engines that answer questions faster than our own loop, with and without a GPU; docs/data.md has what was measured."""
+"""Engines that answer questions faster than our own loop, with and without a GPU: see docs/data.md."""
 
 
 def choose_answering(target: TargetFiles, sampling: Mapping[str, Any], serving: ServingConfig) -> tuple[str, str]:
