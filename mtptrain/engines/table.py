@@ -39,7 +39,7 @@ ENGINES = {
 ADVISED = (ExportEngine.vllm, ExportEngine.sglang, ExportEngine.llama_cpp, ExportEngine.openvino)
 """Engines that a refusal names instead of another."""
 
-ANSWERING = {True: (ServingEngine.vllm,), False: ()}
+ANSWERING: dict[bool, list[ServingEngine]] = {True: [ServingEngine.vllm], False: []}
 """Engines that answer questions faster than our own loop, with and without a GPU: see docs/data.md."""
 
 
