@@ -73,7 +73,7 @@ REFUSED: list[Case] = [
     ("mlx", "dflash", {"draft_vocab_size": 64}, *QWEN3_5, "head.draft_vocab_size: must be null to export head dfl"),
     ("mlx", "dflash", {"sliding_window": 9}, *QWEN3_5, "must be one without windows and causal layers to export"),
     ("mlx", "dflash", {"sample_from_anchor": True}, *QWEN3_5, "head.sample_from_anchor: must be false to export"),
-    ("mlx", "dflash2", {}, *QWEN3_5, "export.engine: must be vllm or sglang or llama_cpp to export head dflash2"),
+    ("mlx", "dflash2", {}, *QWEN3_5, "export.engine: must be vllm or sglang to export head dflash2"),
     ("mlx", "draft_model", {}, *QWEN3_5, "must be a target that mlx-lm has a class for to export head draft_model"),
     ("mlx", "draft_model", {}, "mistral", WINDOW, "must be a target without a sliding window to export head draft"),
     ("transformers", "mtp", {"attention_bias": True}, "llama", {}, "must be without a RoPE or other set"),
