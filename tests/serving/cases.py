@@ -210,7 +210,7 @@ SERVED = {
         "draft_model": "llama qwen3 mistral qwen2",
     },
     "mlx": {
-        "draft_model": "*llama llama:1 llama:5 qwen3 mistral qwen2 qwen3_moe granite phi3 glm4 olmoe",
+        "draft_model": "*llama llama:1 llama:5 qwen3 mistral qwen2",
         "eagle3": "*qwen3_5 qwen3_5:1 qwen3_5:5",
         "eagle3_small_vocabulary": "qwen3_5",
         "eagle3_own_lm_head": "qwen3_5",

@@ -48,7 +48,7 @@ FAMILIES = (
     *("apertus", "cohere", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
     *("gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe"),
     *("helium", "hunyuan_v1_dense", "llama", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi"),
-    *("phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     *("cohere2", "gemma3_text", "gpt_oss", "ministral3", "olmo3"),
 )
 """Families that mlx-lm has a class for, whose layers all keep keys and values. Those of the last line have windows."""
