@@ -50,7 +50,8 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
     speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
-    write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6, "speed": speed})
+    report = {"tokens_per_step": 1.5, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
+    write_sealed(tmp_path / "report.json", report)
     all_stages.print_summary(config, [], [])  # a kill has left no page
     shown = capsys.readouterr().out
     assert f"{tmp_path}/report.json shows it\nno engine has a class for head hydra" in shown
