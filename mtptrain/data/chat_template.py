@@ -21,11 +21,11 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence
     """Returns the chat template of a tokenizer: of several, the one for conversations with or without tools."""
     given = tokenizer.chat_template
     if not given or (isinstance(given, dict) and "default" not in given):
-        has = f"only {', '.join(sorted(given))}, no default" if given else "none"
+        has = f"only {', '.join(sorted(given))}, no default" if given else "none" if given is None else "an empty one"
         raise UserError(
             "target.path: the tokenizer must have a chat template to render messages, but that of "
-            f"{tokenizer.name_or_path} has {has}; choose an instruction-tuned target, add chat_template.jinja to its "
-            "directory, or use plain text"
+            f"{tokenizer.name_or_path} has {has}; choose an instruction-tuned target, put one into chat_template.jinja "
+            "of its directory, or use plain text"
         )
     return tokenizer.get_chat_template(tools=_tools_of(messages))
 

@@ -153,7 +153,7 @@ class Engine(ABC):
         return [name for name in generation.changes if self.applies.get(name) is Applied.refused]
 
     def why_it_fails(self, target: TargetFiles) -> str:
-        """Returns the engine's error if a request leaves out what the target's generation_config.json sets, if any."""
+        """Returns why the head does not serve requests that leave out what the target's files set; "" if it does."""
         return ""
 
     def notes(self, target: TargetFiles) -> list[str]:
@@ -161,8 +161,8 @@ class Engine(ABC):
         settings = self.defaults_note(self.read_by(target))
         if error := self.why_it_fails(target):
             settings = (
-                f"{self.name} {self.version} fails at requests that leave out what the target's {FILE} sets: {error}; "
-                "mend or remove the setting."
+                f"{self.name} {self.version} does not serve the head to requests that leave out what the target's "
+                f"{FILE} sets: {error}; mend or remove the setting."
             )
         return [note for note in (settings, self.ends_note(target)) if note]
 
@@ -188,6 +188,11 @@ class Engine(ABC):
             ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in some if token not in others)
             for some, others in ((ours, theirs), (theirs, ours))
         ]
+        if not ours:
+            notes.append(
+                f"Answers never end here and in vLLM: {FILE} and the tokenizer name no end, and that of config.json "
+                f"counts only without {FILE}."
+            )
         if self.applies and names[0]:
             notes.append(f"Answers end at {names[0]} here and in vLLM, but {engine} writes past it: send it as a stop.")
         if names[1]:

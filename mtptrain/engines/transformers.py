@@ -27,9 +27,9 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 FURTHER = (
     *("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "min_length", "exponential_decay_length_penalty"),
-    *("encoder_repetition_penalty", "guidance_scale", "watermarking_config", "max_time", "num_beams"),
+    *("encoder_repetition_penalty", "guidance_scale", "watermarking_config", "max_time", "assistant_ensemble_weight"),
 )
-"""Settings of generation_config.json that transformers applies too, with drafts; with `num_beams` it drafts nothing."""
+"""Settings of generation_config.json that transformers applies too, with drafts."""
 REFUSED = (
     "stop_strings",
     "token_healing",
@@ -118,7 +118,10 @@ class Transformers(Engine):
         return own if own.do_sample else replace(own, temperature=None, top_p=None, top_k=None, min_p=None)
 
     def why_it_fails(self, target: TargetFiles) -> str:
-        """Returns the error of `generate`, which a tiny model shows, but not of settings that need code of the hub."""
+        """Returns the error of `generate` with drafts, which a tiny model shows, or that it would not use the head.
+
+        The tiny model drafts by prompt lookup, with the same checks. Settings that need code of the hub are left out.
+        """
         if not (target.directory / FILE).is_file() or target.own_generation.processors.keys() & {*REFUSED}:
             return ""
         sizes: dict[str, Any] = {
@@ -129,8 +132,13 @@ class Transformers(Engine):
         }
         with torch.random.fork_rng(devices=[]):
             model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=target.config.vocab_size, **sizes))
-            model.generation_config = GenerationConfig.from_pretrained(target.directory)
+            model.generation_config = own = GenerationConfig.from_pretrained(target.directory)
+            own.use_mtp = False
             try:
+                if (mode := own.get_generation_mode()) not in ("greedy_search", "sample"):
+                    how = "as num_beams, prompt_lookup_num_tokens and assistant_early_exit do"
+                    return f"it selects {mode.value}, {how}, which does not use the head"
+                own.update(prompt_lookup_num_tokens=1, assistant_ensemble_weight=None)
                 model.generate(torch.tensor([[0]]), max_new_tokens=2, min_new_tokens=0, pad_token_id=0)
             except Exception as error:  # of code that checks no types
                 return error_summary(error)

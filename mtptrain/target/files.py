@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mtptrain.target.families import read_target_config
 from mtptrain.target.generation import GenerationDefaults, parse_generation, read_generation
 from mtptrain.target.gguf import gguf_of, is_gguf, read_header, sampling_of
-from mtptrain.target.hub import DEMO, load_tokenizer, weights_fingerprint
+from mtptrain.target.hub import DEMO, TOKENIZER_FILES, load_tokenizer, weights_fingerprint
 from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
 
@@ -86,7 +86,7 @@ class TargetFiles:
     def generation(self) -> GenerationDefaults:
         """What the target's files ask of whoever generates with it, with the tokenizer's end among the ends."""
         found = self.own_generation
-        if not (self.directory / "tokenizer_config.json").is_file():
+        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
             return found
         end = self.tokenizer.eos_token_id
         return found.ending_at(end if end is not None and end < self.config.vocab_size else None)

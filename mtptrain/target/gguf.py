@@ -123,7 +123,12 @@ IN_TOKENIZER = ("tokens", "token_type", "merges", "scores", "token_type_count", 
 """Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
 SAMPLED_BY = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SAMPLING = {**SAMPLED_BY, "penalty_repeat": "repetition_penalty"}
-"""Keys of `general.sampling` and their names in generation_config.json; others, such as mirostat, keep theirs."""
+"""Keys of `general.sampling` and their names in generation_config.json."""
+OWN_SAMPLING = (
+    *("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n", "penalty_repeat"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+"""Further names of generation_config.json that llama.cpp's converter keeps in the file (gguf-py/gguf/metadata.py)."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|end_of_text|>", "<end_of_utterance>", "<|flush|>"),

@@ -5,8 +5,10 @@ A target may have several chat templates. transformers, and with it vLLM and SGL
 the template of transformers' processor, which prefers `chat_template.json` to both (processing_utils.py).
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from contextlib import suppress
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,6 +24,8 @@ JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_te
 PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
 READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with images"}
 """Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
+PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
+"""A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
 
 
@@ -30,9 +34,10 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     # 1. Compare the chat templates of all files. transformers takes the first.
     in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
+    first = next((str(path.relative_to(target.directory)) for path in files if path.is_file()), JINJA)
     settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
     stored = {
-        JINJA: {"default" if path.name == JINJA else path.stem: path.read_text() for path in files if path.is_file()},
+        first: {"default" if path.name == JINJA else path.stem: path.read_text() for path in files if path.is_file()},
         **{name: content.get("chat_template") for name, content in settings.items()},
         str(target.gguf): {"default": in_gguf.get(CHAT_TEMPLATE), "tool_use": in_gguf.get(f"{CHAT_TEMPLATE}.tool_use")},
     }
@@ -91,29 +96,33 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> tuple[int | None, str]:
-    """Returns the special token or known end, if there is one, and the text with which the template ends an answer."""
+    """Returns the special token with which the template ends an answer, if there is one, and all that it writes there.
+
+    Of several in a row, it is one of the known ends, if one of these is among them: there an answer ends.
+    """
     answer = {"role": "assistant", "content": PROBE}
     after = _rendered(tokenizer, {"role": "user", "content": "?"}, answer).partition(PROBE)[2]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} | {*ends}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    return next((token for token in ids if token in special), None), after.strip()
+    found = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, ids)))
+    return next((token for token in found if token in ends), found[0] if found else None), after.strip()
 
 
 def _templates(stored: Any) -> tuple[str, str]:
-    """Returns the templates for chats without and with tools. Jinja passes over a line break at the end."""
+    """Returns the templates for chats without and with tools, without what Jinja passes over at their ends."""
     if isinstance(stored, list):
         stored = {each.get("name"): each.get("template") for each in stored if isinstance(each, dict)}
     named = stored if isinstance(stored, dict) else {"default": stored if isinstance(stored, str) else ""}
     default = named.get("default") or ""
-    return default.rstrip("\n"), (named.get("tool_use") or default).rstrip("\n")
+    return PASSED_OVER.sub("", default), PASSED_OVER.sub("", named.get("tool_use") or default)
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **variables: Any) -> str:
-    """Returns a chat as text; "" if the template, which is an unknown program, wants other messages."""
-    try:
-        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **variables))
-    except Exception:
-        return ""
+    """Returns a chat as text, after a system message if the template, an unknown program, demands one; "" on errors."""
+    for first in ([], [{"role": "system", "content": "s"}]):
+        with suppress(Exception):
+            return str(tokenizer.apply_chat_template([*first, *messages], tokenize=False, **variables))
+    return ""
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:

@@ -56,6 +56,7 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("vllm", sampled | {"min_p": 0.1}, {}),  # which vLLM refuses with drafts
         ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own
         ("llama_cpp", sampled | PENALTY, {}),
+        ("llama_cpp", sampled | {"xtc_probability": 0.5}, {}),  # which its converter keeps
         ("openvino", PENALTY, {}),
         ("transformers", sampled, {"as_served_sampled": sampled_row}),
         ("transformers", {"do_sample": True}, {"as_served_sampled": {"temperature": 1.0, "top_k": 50}}),  # its defaults
@@ -69,20 +70,19 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert "sets temperature 0.7, repetition_penalty 1.05, suppress_tokens [3]. vLLM 0.32 does not apply supp" in note
     assert "applies temperature, repetition_penalty to each request" in note and "`--generation-config vllm`" in note
     assert not engine_of("vllm").defaults_note(GenerationDefaults(temperature=1.0))
-    gguf = write_gguf(
-        tmp_path / "target.gguf", target, settings={"general.sampling.temp": 0.5, "general.sampling.mirostat": 2}
-    )
+    settings = {"general.sampling.temp": 0.5, "general.sampling.penalty_last_n": 9}
+    gguf = write_gguf(tmp_path / "target.gguf", target, settings=settings)
+    run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
+    note = engine_of("llama_cpp").defaults_note(engine_of("llama_cpp").read_by(run.target))
+    assert "target.gguf sets temperature 0.5, penalty_last_n 9. llama.cpp b11434 applies temperature, penal" in note
+    gguf = write_gguf(gguf, target, settings={"general.sampling.temp": 0.5})
     run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
     assert served_settings(run)["as_served_sampled"]["temperature"] == 0.5
-    note = engine_of("llama_cpp").defaults_note(engine_of("llama_cpp").read_by(run.target))
-    assert note.startswith(
-        "The target's target.gguf sets temperature 0.5, mirostat 2. llama.cpp b11434 does not apply mir"
-    )
     note = engine_of("transformers").defaults_note(
-        GenerationDefaults(processors={"num_beams": 2, "stop_strings": ["x"]})
+        GenerationDefaults(processors={"max_time": 2, "stop_strings": ["x"]})
     )
-    assert "applies num_beams to each" in note and "fails until stop_strings is removed from the file." in note
-    fails = "fails at requests that leave out what the target's generation_config.json sets: "
+    assert "applies max_time to each" in note and "fails until stop_strings is removed from the file." in note
+    fails = "does not serve the head to requests that leave out what the target's generation_config.json sets: "
     for name, settings, said in (
         ("transformers", {"temperature": 0.0}, ""),
         ("transformers", {"do_sample": True}, "sets do_sample True. transformers 5.23 applies do_sample to each"),
@@ -91,6 +91,13 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("transformers", {"do_sample": True, "typical_p": "x"}, rf"{fails}TypeError"),
         ("transformers", {"bad_words_ids": [5]}, rf"{fails}ValueError"),
         ("transformers", {"guidance_scale": 0}, "applies guidance_scale"),
+        ("transformers", {"use_cache": False}, rf"{fails}ValueError: .*use_cache=True"),
+        ("transformers", {"cache_implementation": "static"}, rf"{fails}ValueError: .*Static cache"),
+        ("transformers", {"do_sample": True, "num_return_sequences": 2}, rf"{fails}ValueError: num_return_sequences"),
+        ("transformers", {"num_beams": 2}, rf"{fails}it selects beam_search,"),
+        ("transformers", {"prompt_lookup_num_tokens": 4}, rf"{fails}it selects assisted_generation,"),
+        ("transformers", {"assistant_early_exit": 2}, rf"{fails}it selects assisted_generation,"),
+        ("transformers", {"assistant_ensemble_weight": 0.5, "use_mtp": True}, "applies assistant_ensemble_weight"),
         ("vllm", {"temperature": 3.0}, rf"{fails}temperature must be in \[0, 2\], got 3"),
     ):
         notes = engine_of(name).notes(run_with(target, name, **settings).target)
@@ -108,6 +115,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     other = run_with(target, "vllm", eos_token_id=[3]).target
     for name, missed in (("vllm", ""), ("transformers", "at 256 ("), ("openvino", "at 256 ("), ("llama_cpp", "at 3 (")):
         assert missed in (said := engine_of(name).ends_note(other)) and bool(said) is bool(missed)
+    silent = run_with(target, "vllm", eos_token_id=None).target
+    silent.tokenizer.eos_token = None
+    assert "Answers never end here and in vLLM: gen" in engine_of("vllm").ends_note(silent)
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 

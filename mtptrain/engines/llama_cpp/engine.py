@@ -37,7 +37,7 @@ from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfi
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import NEUTRAL, PENALTIES, GenerationDefaults
-from mtptrain.target.gguf import require_same_sizes
+from mtptrain.target.gguf import OWN_SAMPLING, SAMPLING, require_same_sizes
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import UserError
 
@@ -65,9 +65,7 @@ class LlamaCpp(RunningEngine):
         "dflash2": formats.LlamaCppDflash2,
         "draft_model": formats.LlamaCppDraftModel,
     }
-    applies = dict.fromkeys(
-        ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "tokenizer_eos_token_id"), Applied.yes
-    )
+    applies = dict.fromkeys((*SAMPLING.values(), *OWN_SAMPLING, "tokenizer_eos_token_id"), Applied.yes)
     defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # noqa: RUF012 (never changed)
     # By the source: common_params_sampling, and spec_retune of common/speculative.cpp.
     sampling = {"order": ("top_k", "top_p", "min_p", "temperature"), "draft_top_k": 10}  # noqa: RUF012

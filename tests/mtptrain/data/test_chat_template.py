@@ -17,6 +17,7 @@ def test_a_template_that_is_missing_or_fails_is_refused_by_name() -> None:
     )
     cases: list[tuple[Any, str]] = [
         (None, f"{lacks} none; choose an instruction-tuned"),
+        ("", f"{lacks} an empty one; choose"),
         ({"tool_use": "", "rag": ""}, f"{lacks} only rag, tool_use, no default; choose"),
         ("{{ raise_exception('roles must alternate') }}", f"{rejected} roles must alternate"),
         ("{{ 1 // 0 }}", f"{rejected} ZeroDivisionError: "),

@@ -38,6 +38,9 @@ def test_a_text_ends_at_the_files_tokens_and_at_the_tokenizers(tmp_path: Path) -
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
     assert TargetFiles(directory).generation.eos_token_ids == (3, tokenizer_end)
     assert load_target(directory, torch.float32, torch.device("cpu")).eos_token_ids == (3, tokenizer_end)
+    (directory / "tokenizer_config.json").unlink()
+    (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<user>"}))
+    assert TargetFiles(directory).generation.eos_token_ids == (3, 258)
 
 
 def test_all_that_changes_an_answer_is_read_and_what_changes_none_is_not(tmp_path: Path) -> None:

@@ -34,11 +34,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
     "a BOS that a setting denies": ({JINJA: B}, "a post-processor that a setting denies", [ADDED]),
-    "none for llama.cpp": (
-        {JINJA: A, CONFIG: None},
-        "",
-        [f"none, as for `chat_template: null` in {CONFIG}"],
-    ),
+    "line breaks": ({JINJA: A + "\n\n", CONFIG: A}, "", [f"that of {JINJA}, taken"]),
+    "line breaks after a block": ({JINJA: A + "{% set a = 1 %}\n\n", CONFIG: A + "{% set a = 1 %}"}, "", []),
+    "no template but one for tools": ({TOOLS: B, CONFIG: A}, "", [f"that of {TOOLS}, taken"]),
+    "none for llama.cpp": ({JINJA: A, CONFIG: None}, "", [f"none, as for `chat_template: null` in {CONFIG}"]),
     "no BOS in a GGUF file": ({JINJA: B, GGUF: B}, "a post-processor", []),
     "an EOS of the tokenizer": ({JINJA: A}, "", [END_ADDED]),
     "another end of the tokenizer": ({JINJA: A}, "", ["llama-server adds <user> to the prompt;"]),
@@ -48,6 +47,12 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a BOS without the post-processor": ({JINJA: B}, "a setting beside a post-processor", []),
     "an end of a turn": ({JINJA: A + "{{ messages[-1].content }}<|end|>"}, "", []),
     "another token": ({JINJA: A + "{{ messages[-1].content }}<user>"}, "", ["'<user>', .*; add 258 to eos_token_id"]),
+    "another token before an end": ({JINJA: A + "{{ messages[-1].content }}<user><|end|>"}, "", []),
+    "a token after a system message": (
+        {JINJA: "{% if messages[0].role == 'user' %}{{ 1 // 0 }}{% endif %}{{ messages[-1].content }}<user>"},
+        "",
+        ["'<user>', .*; add 258 to eos_token_id"],
+    ),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
     "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
