@@ -131,17 +131,17 @@ ANSWERS = [
 def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str) -> None:
     identity = ResponsesIdentity(IDENTITY.target, {}, "server", "tiny", {})
     store = ResponsesStore(tmp_path)
-    store.begin(identity, None)
-    store.mark_unfinished()
+    store.begin(identity)
+    store.mark_unfinished([])
     lines = "".join(line_of(RegeneratedConversation(row, f"chat{row}")) for row in range(3))
     (tmp_path / name).write_text(lines + '{"row": 3, "i')
-    store.begin(identity, None)
+    store.begin(identity)
     assert set(store.lines) == {0, 1, 2} and (tmp_path / name).read_text() == lines
     for old, new, reason in ANSWERS:
         (tmp_path / name).write_text(lines.replace(old, new))
         number = lines[: lines.index(old)].count("\n") + 1
         with pytest.raises(UserError, match=rf"{name}:{number}: must {reason}.*; delete the line, or {tmp_path} if an"):
-            ResponsesStore(tmp_path).begin(identity, None)
+            ResponsesStore(tmp_path).begin(identity)
 
 
 def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) -> None:

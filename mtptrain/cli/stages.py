@@ -49,7 +49,7 @@ STAGES = {
         "ranks",
         lambda config: config.prompts.source == "responses",
         "responses/manifest.json",
-        ("seed", "target", "prompts", "responses", "serving"),
+        ("seed", "target", "prompts", "responses"),
         "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     ),
     "prompts": Stage(

@@ -64,7 +64,7 @@ def find_python(given: str | None, engine: str, name: str, packages: str, code: 
     folder = f".venv-{engine}"
     path = CHECKOUT / folder / "bin" / "python" if given is None else Path(given)
     version = printed_by(path, code) if path.is_file() else None
-    if not version:
+    if version is None:
         does = "has none" if path.is_file() else "does not exist"
         raise UserError(
             f"serving.program: must be a Python with {name}, but {path} {does}; run `make {folder}/.installed` in a "
