@@ -27,7 +27,8 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 FURTHER = (
     *("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "min_length", "exponential_decay_length_penalty"),
-    *("encoder_repetition_penalty", "guidance_scale", "watermarking_config", "max_time", "assistant_ensemble_weight"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale", "watermarking_config"),
+    *("max_time", "assistant_ensemble_weight"),
 )
 """Settings of generation_config.json that transformers applies too, with drafts."""
 REFUSED = (

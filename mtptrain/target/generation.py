@@ -59,7 +59,7 @@ NO_EFFECT = {
 
 NO_EFFECT_VALUES = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
-    **{"guidance_scale": 1, "max_time": None},
+    **{"guidance_scale": 1, "max_time": None, "num_beam_groups": 1},
 }
 """The values with which further keys change none; of all other keys, these are false, 0 and what is empty."""
 

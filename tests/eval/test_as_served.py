@@ -98,6 +98,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("transformers", {"prompt_lookup_num_tokens": 4}, rf"{fails}it selects assisted_generation,"),
         ("transformers", {"assistant_early_exit": 2}, rf"{fails}it selects assisted_generation,"),
         ("transformers", {"assistant_ensemble_weight": 0.5, "use_mtp": True}, "applies assistant_ensemble_weight"),
+        ("transformers", {"encoder_no_repeat_ngram_size": 3}, "applies encoder_no_repeat_ngram_size"),
+        ("transformers", {"num_beam_groups": 1, "use_mtp": True, "top_h": 0.5}, "applies top_h"),
         ("vllm", {"temperature": 3.0}, rf"{fails}temperature must be in \[0, 2\], got 3"),
     ):
         notes = engine_of(name).notes(run_with(target, name, **settings).target)
