@@ -50,9 +50,7 @@ def expanded(arguments: Sequence[str]) -> Arguments:
         raise UserError(f"{files[1]}: must be the only YAML file, but {files[0]} is given too; put all settings in one")
     words = with_recipes([each for each in arguments if each not in files])
     typed = [as_list(each) for each in words if "=" in each and each[0] != "-"]
-    options = [
-        each for each in words if "=" not in each or each[0] == "-"
-    ]  # first: argparse wants overrides in one piece
+    options = [each for each in words if "=" not in each or each[0] == "-"]
     given = {each.partition("=")[0] for each in typed}
     settings = settings_in(files[0]) if files else {}
     own = [override(name, value) for name, value in settings.items() if name not in given]

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.engines.process import CHECKOUT, printed_by
+from mtptrain.engines.process import made_python, printed_by
 from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
@@ -118,7 +118,7 @@ class Engine(ABC):
         """
         module = self.package or str(key)
         find = f"from importlib.metadata import *; print(version(packages_distributions()[{module!r}][0]))"
-        for python in (CHECKOUT / f".venv-{key}" / "bin" / "python", Path(sys.executable)):
+        for python in (made_python(str(key)), Path(sys.executable)):
             if python.is_file() and (version := printed_by(python, find)) is not None:
                 return version, str(python)
         return None

@@ -55,20 +55,26 @@ def warn_of_version(name: str, tested: str, version: str, place: str, more: str 
     )
 
 
+def made_python(engine: str) -> Path:
+    """Returns the Python of the environment that `make` installs into a folder of the checkout, named after the engine.
+
+    It need not exist.
+    """
+    return CHECKOUT / f".venv-{engine}" / "bin" / "python"
+
+
 def find_python(given: str | None, engine: str, name: str, packages: str, code: str) -> tuple[Path, str]:
     """Returns the Python of an engine's own environment, and the version that the code prints there.
 
-    `given` is `serving.program`; None takes the environment that `make` installs into a folder of the checkout, named
-    after the engine. The code fails without the engine.
+    `given` is `serving.program`; None takes `made_python`. The code fails without the engine.
     """
-    folder = f".venv-{engine}"
-    path = CHECKOUT / folder / "bin" / "python" if given is None else Path(given)
+    path = made_python(engine) if given is None else Path(given)
     version = printed_by(path, code) if path.is_file() else None
     if version is None:
         does = "has none" if path.is_file() else "does not exist"
         raise UserError(
-            f"serving.program: must be a Python with {name}, but {path} {does}; run `make {folder}/.installed` in a "
-            f"checkout, or install {packages} into an environment of its own and set serving.engine={engine} "
+            f"serving.program: must be a Python with {name}, but {path} {does}; run `make .venv-{engine}/.installed` "
+            f"in a checkout, or install {packages} into an environment of its own and set serving.engine={engine} "
             "serving.program=ITS_PYTHON"
         )
     return path, version

@@ -10,7 +10,7 @@ from mtptrain.utils.files import read_sealed
 Figures = Mapping[str, Any]
 
 LEAST_LENGTH = 1.05
-"""Tokens per step below which a head gains nothing."""
+"""Tokens per step, or acceptance length, below which a head gains nothing over plain decoding, which has 1."""
 LEAST_SPEED_UP = 1.03
 """Speed-up below which an engine gains nothing: measurements differ by more."""
 MORE_TRAINING = (

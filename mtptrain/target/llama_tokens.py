@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import TOKENIZER, adds_token, ends_of, read_header
+from mtptrain.target.gguf import SENTENCEPIECE, TOKENIZER, adds_token, ends_of, read_header
 from mtptrain.utils.files import read_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -37,7 +37,7 @@ def llama_tokens(target: TargetFiles) -> LlamaTokens:
         adds = {name: adds_token(metadata, name) for name in ("bos", "eos")}
         keys = {name: metadata.get(f"{TOKENIZER}{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         vocabulary = {text: token for token, text in enumerate(metadata[f"{TOKENIZER}tokens"])}
-        is_sentencepiece = metadata.get(f"{TOKENIZER}model") == "llama"
+        is_sentencepiece = metadata.get(f"{TOKENIZER}model") == SENTENCEPIECE
     else:
         vocabulary, is_sentencepiece = target.tokenizer.get_vocab(), (target.directory / "tokenizer.model").is_file()
         keys, adds = _converted(target)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import TrainConfig
+from mtptrain.engines.verdict import LEAST_LENGTH
 from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
@@ -16,9 +17,6 @@ from mtptrain.training.trainer import warmup_of
 from mtptrain.utils.figures import shown
 
 MEASURED = ("tokens_per_s", "draft_positions_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
-
-GAIN = 1.05
-"""The acceptance length of a head that begins to gain something over plain decoding, which has 1."""
 
 
 def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
@@ -57,11 +55,11 @@ def shortcomings(settings: TrainConfig, num_steps: int, lengths: Sequence[float 
             f"train.warmup_steps: must be fewer than the run's {num_steps:,} steps, but all of them were warm-up; "
             f"lower train.warmup_share, or {more}"
         )
-    best = max((length or 1.0 for length in lengths), default=GAIN)
-    if best < GAIN:
+    best = max((length or 1.0 for length in lengths), default=LEAST_LENGTH)
+    if best < LEAST_LENGTH:
         found.append(
-            f"train: acceptance length must be above {GAIN} for a head to gain anything over plain decoding, but is "
-            f"{best:.3f} after {num_steps:,} steps; {more}"
+            f"train: acceptance length must be above {LEAST_LENGTH} for a head to gain anything over plain decoding, "
+            f"but is {best:.3f} after {num_steps:,} steps; {more}"
         )
     return found
 
