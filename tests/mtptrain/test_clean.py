@@ -86,7 +86,7 @@ def test_the_doctor_names_versions_and_what_is_known_whatever_is_broken(
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\necho 0.33.1\n")
     python.chmod(0o755)
-    monkeypatch.setattr("mtptrain.engines.base.CHECKOUT", tmp_path)
+    monkeypatch.setattr("mtptrain.engines.process.CHECKOUT", tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     monkeypatch.setattr("mtptrain.engines.llama_cpp.engine.find_llama_server", Mock(side_effect=ImportError("broken")))
     monkeypatch.setattr(sys, "argv", ["doctor"])
