@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, TEXT_NAMES, RowFormat, parse_row, text_of
 from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS
 from mtptrain.target.hub import HUB_ERRORS
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, error_summary, warn
 
 from .renderings import EncodedItem, RenderedConversation, encode_conversations, render_conversation
 
@@ -165,10 +164,9 @@ def _as_written(value: Any, feature: Any, name: str, path: str, is_tool: bool = 
     is_tool = is_tool or name in (*TOOL_COLUMNS, *CALL_KEYS)
     if isinstance(feature, Json):
         if name in TEXT_NAMES and isinstance(value, str | int | float):
-            warnings.warn(
+            warn(
                 f"{path}: {name} should be text, but has the type Json of datasets, in which a text that is itself "
-                f'JSON comes back as its value, 42 as a number and "yes" without its quotes; {REREAD}',
-                stacklevel=1,
+                f'JSON comes back as its value, 42 as a number and "yes" without its quotes; {REREAD}'
             )
         return value
     if isinstance(value, Mapping) and isinstance(feature, Mapping):

@@ -7,7 +7,6 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 """
 
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -37,7 +36,7 @@ from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
 from mtptrain.training.batches import draft_spans
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import write_json
 from mtptrain.utils.progress import ProgressBar
 
@@ -80,7 +79,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     beginnings = [encoding.input_ids for entry, encoding in windows.written if entry.window == 0]
     differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
-        warnings.warn(difference, stacklevel=2)
+        warn(difference)
     if note := engine_of(run.config.export.engine).ends_note(run.target):
         print(note)
 

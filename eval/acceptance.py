@@ -14,7 +14,6 @@ the head combined with prompt lookup), and the head at other temperatures and co
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -52,7 +51,7 @@ from mtptrain.training.held_out import held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.startup import command
@@ -121,11 +120,10 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
 
 def warn_of_greedy_drafts(config: PipelineConfig, engine: Engine) -> None:
     if config.acceptance.sample_drafts and config.head.name not in engine.sampled_drafts:
-        warnings.warn(
+        warn(
             f"acceptance.sample_drafts: must be false for head {config.head.name} and {engine.name} {engine.version}, "
             "which takes its likeliest tokens and accepts another share of them, but is true; leave it out, or set "
-            "export.engine to the engine that will serve the head",
-            stacklevel=2,
+            "export.engine to the engine that will serve the head"
         )
 
 

@@ -4,7 +4,6 @@ A row is one K at one concurrency. Latencies are defined as those of `vllm bench
 """
 
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from mtptrain.engines.load import send_all
 from mtptrain.engines.requests import EngineCounts, Load, LoadResult, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.table import running_engine
+from mtptrain.utils.errors import warn
 from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"
@@ -106,11 +106,10 @@ def warn_of_unequal_work(rows: Sequence[Row]) -> None:
     """Warn if the numbers of output tokens of two rows differ too much for their speeds to be comparable."""
     numbers = {row.output_tokens for row in rows}
     if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
-        warnings.warn(
+        warn(
             f"serving_bench: all runs must write the same number of tokens, but wrote {min(numbers):,} "
             f"to {max(numbers):,}, because rounding or sampling has changed where answers end; set "
-            "serving_bench.ignore_eos=true for equal numbers",
-            stacklevel=2,
+            "serving_bench.ignore_eos=true for equal numbers"
         )
 
 

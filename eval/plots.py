@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from mtptrain.utils.errors import warn
 
 Drafters = Mapping[str, Mapping[str, Any]]
 """The figures of each drafter, by its display name."""
@@ -26,10 +27,9 @@ def drawing(path: Path, figures: Path) -> Iterator[None]:
         yield
     except Exception as error:  # matplotlib and jinja2 may raise anything, but the measurement has succeeded
         reason = str(error).strip().partition("\n")[0]
-        warnings.warn(
+        warn(
             f"{path}: must show the figures of {figures}, but cannot be drawn ({type(error).__name__}: {reason}); read "
-            "them in that JSON file, which is complete",
-            stacklevel=3,
+            "them in that JSON file, which is complete"
         )
     else:
         print(f"plots: {path}")

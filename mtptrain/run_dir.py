@@ -1,7 +1,6 @@
 """Finds what the programs of one run share: its target, its prompts, and the identity of its hidden states."""
 
 import os
-import warnings
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
 from mtptrain.utils.distributed import become_ranks, cpu_ranks, is_alone_on_cpu
+from mtptrain.utils.errors import warn
 from mtptrain.utils.files import file_sha256
 
 
@@ -76,7 +76,7 @@ class Run:
             advice = f"set head.mask_token_id={unused_token(documents, size)}, which does not occur"
             if given.init_from is not None:
                 advice = "the head to start from keeps it, and may draft worse around it; choose another head or data"
-            warnings.warn(f"head.mask_token_id: must not occur in prompts, but is {occurs}; {advice}", stacklevel=2)
+            warn(f"head.mask_token_id: must not occur in prompts, but is {occurs}; {advice}")
 
     @cached_property
     def backend(self) -> Backend:

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mtptrain.utils.errors import StageMissing, UserError
+from mtptrain.utils.errors import StageMissing, UserError, warn
 from mtptrain.utils.files import FILES, describe_file, naming, read_json, sync, unique_temporary, write_json
 from mtptrain.utils.masking import hide_home, hide_passwords
 from mtptrain.utils.startup import command
@@ -107,10 +106,9 @@ class StageDir:
                 f"wait until it has ended, or set another {self.setting}"
             ) from None
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{self.setting}: {self.path} should be on a file system with locks, but this one has none "
-                f"({error.strerror}); do not start two programs that write there",
-                stacklevel=2,
+                f"({error.strerror}); do not start two programs that write there"
             )
         if not _is_at(descriptor, lock):  # its holder removed it after this process had opened it
             os.close(descriptor)

@@ -8,7 +8,6 @@ so that a wrong one is found before anything is queued.
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +17,7 @@ from mtptrain.cli.stages import STAGES, stages_of
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.table import check_exportable, has_format
 from mtptrain.training.trainer import check_batch_ranks
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 
 def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
@@ -56,10 +55,9 @@ def main(settings: PipelineConfig) -> None:
     skipped = (skip or "").split()
     check_skipped(skipped)
     if skip is not None and HydraConfig.get().runtime.choices.get("hardware") == "auto":
-        warnings.warn(
+        warn(
             "hardware: should be the machine of the jobs, such as hardware=h100_8, but is auto, which follows that of "
-            "each job: jobs without GPUs get other settings, such as shorter documents",
-            stacklevel=2,
+            "each job: jobs without GPUs get other settings, such as shorter documents"
         )
     if settings.train.stream and skip is not None and not {"hidden_states", "train"} & set(skipped):
         raise UserError(

@@ -1,7 +1,6 @@
 """Reads the prompts that acceptance is measured on, from held-out documents or from a file."""
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +20,7 @@ from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts, tokens_to_fit
 from mtptrain.heads.base import Head
 from mtptrain.target.files import TargetFiles
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
@@ -101,12 +100,11 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
     trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
     known = [prompt_id for prompt_id, question in questions.items() if question in trained]
     if known and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
+        warn(
             f"acceptance.prompts_file: its first turns should not be among the training prompts of {prompts_dir}, but "
             f"{len(known):,} of {len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''})"
             "; their acceptance is measured on data that the head was trained on: remove them from the file, or from "
-            "prompts.paths and train again",
-            stacklevel=2,
+            "prompts.paths and train again"
         )
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from mtptrain.data.conversation import ConversationRefused, Message, first_user_
 from mtptrain.data.prompt_files import name_hash
 from mtptrain.data.row_files import BLANK, read_json_rows
 from mtptrain.data.rows import ANY_SCHEMA, TRAIN_FLAGS, RowFormat, parse_row, pass_over
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import MAX_TEXT_BYTES, refuse_lone_surrogates
 
 KINDS = ("input_ids", "text", "messages", "turns")
@@ -117,10 +116,9 @@ def prompts_of(
         if (first := first_user_turn(messages)) is not None:
             prompts.questions[prompt_id] = text_hash(messages[first]["content"])
     if num_twice and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
+        warn(
             f"{name}: text should not begin with {tokenizer.bos_token}, since the tokenizer puts it before, as servers "
-            f"do, but that of {num_twice:,} prompts does; leave it out, or give chats as messages",
-            stacklevel=2,
+            f"do, but that of {num_twice:,} prompts does; leave it out, or give chats as messages"
         )
     return prompts
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ import httpx
 
 from mtptrain.engines.server import EngineServer
 from mtptrain.utils.distributed import free_port
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import write_text
 from mtptrain.utils.startup import without_own_settings
 
@@ -48,10 +47,9 @@ class EngineCrashed(UserError):
 
 def warn_of_version(name: str, tested: str, version: str, place: str, more: str = "") -> None:
     """Warn that an engine, which users know by this name, has not the version that exports are written for."""
-    warnings.warn(
+    warn(
         f"{place}: {name} should be {tested}, the only version that mtptrain was tested with, but is {version}; "
-        f"another version may read exports differently{more}",
-        stacklevel=3,
+        f"another version may read exports differently{more}"
     )
 
 

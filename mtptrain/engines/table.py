@@ -3,7 +3,6 @@
 An engine's module is imported when it is first asked for.
 """
 
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -24,7 +23,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 ENGINES = {
     ExportEngine.vllm: "vllm.engine",
@@ -150,4 +149,4 @@ def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, targ
     try:
         format_for(engine, head, target, target_gguf)
     except UserError as error:
-        warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)
+        warn(f"this head can be trained and measured, but not exported: {error}")

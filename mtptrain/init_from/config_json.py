@@ -6,7 +6,6 @@ key whose value is null counts as absent. What a file says twice it must say ali
 """
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from mtptrain.heads.dflash import SLIDING
 from mtptrain.target.families import ROPE_OF_THE_TARGET, STATIC_ROPE_TYPES, head_rope_parameters, norm_eps
 from mtptrain.target.frozen_parts import MODEL_OPT_QUANTISATION
-from mtptrain.utils.errors import UserError, refusing
+from mtptrain.utils.errors import UserError, refusing, warn
 from mtptrain.utils.files import read_json
 
 LAYERS, ROPE = "transformer_layer_config", "rope."
@@ -260,10 +259,9 @@ def rope_of_head(config: ConfigJson, target: PreTrainedConfig, theta: float) -> 
     # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
     own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target)))
     if own_eps != eps:
-        warnings.warn(
+        warn(
             f"{config.path}: rms_norm_eps should be {eps}, the target's value, which is used, but is {own_eps}; the "
-            "head may draft worse than published until it is trained",
-            stacklevel=2,
+            "head may draft worse than published until it is trained"
         )
     rope, targets = (
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"} for each in (own, target)

@@ -4,7 +4,6 @@ Head `draft_model` copies the target's first layers. All other heads copy its la
 """
 
 import re
-import warnings
 
 import torch
 from transformers import PreTrainedConfig
@@ -21,7 +20,7 @@ from mtptrain.target.frozen_parts import (
     refuse_quantised,
     stored_tensors,
 )
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 NAMES_IN_TARGET = {
     "hidden_norm.weight": ("input_layernorm.weight",),
@@ -71,11 +70,10 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
             f"but {target.directory} has {sizes} and head dim {target_dim}; set head.start_from_target=false"
         )
     if left_random:
-        warnings.warn(
+        warn(
             "head.start_from_target: the target's last layer should have each projection of the head, in its shape and "
             f"with its head dim {head_dim}, but lacks {', '.join(left_random)}, which stay random; compare with "
-            "head.start_from_target=false",
-            stacklevel=2,
+            "head.start_from_target=false"
         )
     fuse = parameters["eh_proj.weight" if "eh_proj.weight" in parameters else "fc.weight"]
     hidden_size = fuse.shape[0]

@@ -6,7 +6,6 @@ The weights of `head.init_from` must fit the head of the config; `published` lis
 import hashlib
 import json
 import re
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +46,7 @@ from mtptrain.settings.heads import (
 from mtptrain.target.files import TargetFiles, override_of
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import resolve_target, weights_fingerprint
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import file_sha256, read_json, read_sealed
 
 REPEATED = {
@@ -261,9 +260,8 @@ def without_redundant_tensors(published: Published, expected: Tensors, target: T
     for name, part in repeated.items():
         ours = getattr(parts, part)
         if differing := num_differing_rows(published.tensors[name], ours):
-            warnings.warn(
+            warn(
                 f"{directory}: {name} should equal the target's, which is used, but differs in {differing:,} of "
-                f"{len(ours):,} rows; the head may draft worse than published until it is trained",
-                stacklevel=2,
+                f"{len(ours):,} rows; the head may draft worse than published until it is trained"
             )
     return state

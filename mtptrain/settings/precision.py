@@ -6,7 +6,6 @@ keeps its precision on every machine, since `stage.json` in its folder records i
 see `resolve_acceptance_dtype`.
 """
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from mtptrain.settings.data import AnsweringEngine, Dtype
 from mtptrain.settings.hardware import has_gpu
 from mtptrain.stage_dir import StageDir
 from mtptrain.utils.cpu import has_bf16_instructions
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 AUTO = "auto"
 
@@ -106,10 +105,9 @@ def announce_precision(name: str, dtype: Dtype) -> None:
         device = "a GPU" if on_gpu else "this CPU"
         print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too", flush=True)
     else:
-        warnings.warn(
+        warn(
             f"{name}: should be float32 on this machine, {reason}, but is {dtype}, as set or as this run began: matrix "
-            "products may take ten to a hundred times as long; leave it out and choose another run_dir",
-            stacklevel=2,
+            "products may take ten to a hundred times as long; leave it out and choose another run_dir"
         )
 
 

@@ -53,6 +53,11 @@ def errors_as_lines(
         exit_with_error(error, refusal(error, run_dir))
 
 
+def warn(message: str) -> None:
+    """Warn users, once of the same from one place: `show_warning` writes it as a line."""
+    warnings.warn(message, stacklevel=2)
+
+
 def show_warning(
     message: Warning | str,
     category: type[Warning],

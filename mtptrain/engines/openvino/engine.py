@@ -5,7 +5,6 @@ OpenVINO's converter needs other versions of transformers than training does. It
 """
 
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,7 @@ from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
 from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import NEUTRAL
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
 
 VERSION = "2026.4.1"
 WORKER = Path(__file__).with_name("openvino_worker.py")
@@ -158,7 +157,7 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
     try:
         result: dict[str, Any] = run_worker(python, WORKER, mode, job, ENGINE.name)
     except EngineCrashed as crash:
-        warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=2)
+        warn(f"OpenVINO crashed, and is started once more: {crash}")
         result = run_worker(python, WORKER, mode, job, ENGINE.name)
     if result["version"].rsplit(".", 1)[0] != VERSION:
         warn_of_version("OpenVINO GenAI", VERSION, result["version"], f"serving.program={python}")

@@ -7,7 +7,6 @@ src/cpp/src/speculative_decoding/ in openvino.genai.
 """
 
 import shlex
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import FILE, PENALTIES, as_words, read_generation
+from mtptrain.utils.errors import warn
 from mtptrain.utils.files import save_tensors
 
 CONVERT = "optimum-cli export openvino --task text-generation-with-past --weight-format fp32"
@@ -122,10 +122,9 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
         sampling = read_generation(target_dir, self.target).sampling
         penalties = {name: sampling[name] for name in PENALTIES if name in sampling}
         if self.head.draft_vocab_size is not None and penalties:
-            warnings.warn(
+            warn(
                 f"{target_dir / FILE}: must not have a penalty for an eagle3 head with a draft vocabulary, but has "
-                f"{as_words(penalties)}: {FAILS_WITH_PENALTIES}",
-                stacklevel=2,
+                f"{as_words(penalties)}: {FAILS_WITH_PENALTIES}"
             )
         if self.head.draft_vocab_size is None:
             tensors, lm_head = self.read(directory), load_frozen_parts(target_dir).lm_head
