@@ -165,14 +165,11 @@ class AsServed:
             self.target,
             self.drafter,
             asked.prompts,
-            num_speculative_tokens=self.settings.num_speculative_tokens,
-            max_new_tokens=asked.max_new_tokens,
             sampler=sampler,
             eos_token_ids=ends,
-            batch_size=self.settings.batch_size,
-            batch_tokens=self.settings.batch_tokens,
             description=f"as served, {asked.manner}",
             answers=answers,
+            **self.settings.limits | {"max_new_tokens": asked.max_new_tokens},
         )
 
 

@@ -159,19 +159,15 @@ def decode(
     name: str | None = None,
     answers: list[list[int]] | None = None,
 ) -> list[Generation]:
-    settings = config.acceptance
     return generate_in_batches(
         target,
         drafter,
         list(prompts.values()),
-        num_speculative_tokens=drafter.draft_slots,
-        max_new_tokens=settings.max_new_tokens,
         sampler=Sampler(),
         eos_token_ids=target.eos_token_ids,
-        batch_size=settings.batch_size,
-        batch_tokens=settings.batch_tokens,
         description=name,
         answers=answers,
+        **config.acceptance.limits | {"num_speculative_tokens": drafter.draft_slots},
     )
 
 

@@ -250,10 +250,7 @@ def _decode(
         model,
         NoDrafter() if head is None else HeadDrafter(head.head, model.parts, depths, settings.sample_drafts),
         prompts,
-        num_speculative_tokens=depths,
-        max_new_tokens=settings.max_new_tokens,
         sampler=Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k),
         eos_token_ids=model.eos_token_ids,
-        batch_size=settings.batch_size,
-        batch_tokens=settings.batch_tokens,
+        **settings.limits,
     )

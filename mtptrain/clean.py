@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtptrain.cli import tables
@@ -25,22 +24,6 @@ STORE = re.compile(r"manifest\.json|plan\.json|shard_\d+\.(safetensors|json)")
 """The names of the files of stored hidden states."""
 STEP = re.compile(r"step_(\d{8,})")
 """The names of the folders of checkpoints."""
-
-
-@dataclass(frozen=True)
-class Freed:
-    """Files of one kind that may go."""
-
-    name: str
-    paths: list[Path]
-    """Files and folders, in the order in which they are removed."""
-    cost: str
-    """What it takes to make them again."""
-
-    @property
-    def num_bytes(self) -> int:
-        files = (each for path in self.paths for each in (path, *path.rglob("*")))
-        return sum(each.lstat().st_size for each in files if not each.is_dir())
 
 
 @errors_as_lines(lambda: "the rest is kept; the same command removes it")
@@ -54,20 +37,25 @@ def main() -> None:
         for stage in stages:
             for part in stage.parts():
                 held.enter_context(stage.writing(part))
-        found = [each for each in what_may_go(args.run_dir, stages) if each.paths]
-        rows = [(each.name, f"{each.num_bytes / 1e6:,.1f} MB", each.cost) for each in found]
-        total = sum(each.num_bytes for each in found)
+        found = [each for each in what_may_go(args.run_dir, stages) if each[1]]
+        rows = [(name, f"{megabytes(paths):,.1f} MB", cost) for name, paths, cost in found]
+        paths = [path for _, paths, _ in found for path in paths]
         if not found:
             print(f"{args.run_dir} has nothing that can be made again and is no longer needed")
             return
+        total = f"{megabytes(paths):,.1f} MB"
         tables.print_table(f"What may go from {args.run_dir}", ("", "size", "to make it again"), rows)
-        if not args.yes and not confirmed(f"remove {total / 1e6:,.1f} MB? [y/N] "):
+        if not args.yes and not confirmed(f"remove {total}? [y/N] "):
             print("nothing was removed")
             return
-        for each in found:
-            for path in each.paths:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        print(f"removed {total / 1e6:,.1f} MB")
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        print(f"removed {total}")
+
+
+def megabytes(paths: list[Path]) -> float:
+    files = (each for path in paths for each in (path, *path.rglob("*")))
+    return sum(each.lstat().st_size for each in files if not each.is_dir()) / 1e6
 
 
 def stage_dirs(run_dir: Path) -> list[StageDir]:
@@ -88,7 +76,8 @@ def stage_dirs(run_dir: Path) -> list[StageDir]:
     return stages
 
 
-def what_may_go(run_dir: Path, stages: list[StageDir]) -> Iterator[Freed]:
+def what_may_go(run_dir: Path, stages: list[StageDir]) -> Iterator[tuple[str, list[Path], str]]:
+    """Yields each kind of files that may go: its name, the paths in the order of removal, and what makes it again."""
     written = [each.path for each in stages]
     states, train = run_dir / "hidden_states", run_dir / "train"
     if states in written and any((train / name / "head.json").is_file() for name in ("best", "last")):
@@ -96,16 +85,13 @@ def what_may_go(run_dir: Path, stages: list[StageDir]) -> Iterator[Freed]:
         files = [path for path in sorted(states.iterdir()) if STORE.fullmatch(path.name) and not path.is_symlink()]
         times = [path.stat().st_mtime for path in files if path.suffix == ".safetensors"]
         cost = f"mtptrain hidden-states, which wrote them within {max(times, default=0) - min(times, default=0):,.0f} s"
-        yield Freed("hidden_states", files, f"{cost}; only training and mtptrain run read them")
+        yield "hidden_states", files, f"{cost}; only training and mtptrain run read them"
     checkpoints = train / "checkpoints"
     if train in written and checkpoints.is_dir() and not checkpoints.is_symlink():
-        steps = {path: int(match[1]) for path in checkpoints.iterdir() if (match := STEP.fullmatch(path.name))}
-        newest = max(
-            (path for path in steps if (path / "complete.json").is_file()), key=steps.__getitem__, default=None
-        )
-        if newest is not None:
-            older = [path for path in steps if steps[path] < steps[newest] and not path.is_symlink()]
-            yield Freed("older checkpoints", older, f"training again; it goes on from {newest.name}, which stays")
+        steps = sorted((int(match[1]), path) for path in checkpoints.iterdir() if (match := STEP.fullmatch(path.name)))
+        if whole := [each for each in steps if (each[1] / "complete.json").is_file()]:
+            older = [path for step, path in steps if step < whole[-1][0] and not path.is_symlink()]
+            yield "older checkpoints", older, f"training again; it goes on from {whole[-1][1].name}, which stays"
 
 
 def confirmed(question: str) -> bool:

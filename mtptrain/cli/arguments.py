@@ -53,7 +53,7 @@ def expanded(arguments: Sequence[str]) -> Arguments:
     options = [each for each in words if "=" not in each or each[0] == "-"]
     given = {each.partition("=")[0] for each in typed}
     settings = settings_in(files[0]) if files else {}
-    own = [override(name, value) for name, value in settings.items() if name not in given]
+    own = [as_list(override(name, value)) for name, value in settings.items() if name not in given]
     # Hydra's parser of options takes overrides in one piece only.
     return Arguments([*options, *own, *typed], files[0] if files else None, frozenset(settings) - given)
 
@@ -79,7 +79,7 @@ def with_recipes(arguments: Sequence[str]) -> list[str]:
 
 def as_list(argument: str) -> str:
     name, _, value = argument.partition("=")
-    if name not in LISTS or value.startswith("${"):
+    if name not in LISTS or value.startswith(("${", "'${")):
         return argument
     (parsed,) = OverridesParser.create().parse_overrides([argument])
     is_single = not parsed.is_sweep_override() and isinstance(parsed.value(), str | int | float)
@@ -116,8 +116,6 @@ def override(name: str, value: Any) -> str:
     """Returns the setting as an override. Sections that are open may get names that no recipe has."""
     if name in CONFIG_GROUPS:
         return f"{name}={quoted(str(value))}"
-    if name in LISTS and isinstance(value, str | int | float) and not str(value).startswith("${"):
-        value = [value]
     return f"{'++' if f'{name}.'.startswith(OPEN_SECTIONS) else ''}{name}={hydra_value(value)}"
 
 

@@ -3,10 +3,9 @@
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from inspect import cleandoc
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
@@ -31,10 +30,10 @@ def print_help(stage: str, arguments: Sequence[str]) -> None:
     """
     has_recipe = any(each.startswith("recipe=") or "=" not in each for each in arguments)
     chosen = {name: value for name, _, value in (each.partition("=") for each in arguments)}
-    given: Any = {}
-    if has_recipe:
-        given = composed(arguments, lambda config: OmegaConf.to_container(config, enum_to_str=True))
+    given: Any = composed(arguments, values_of) if has_recipe else values_of(PipelineConfig)
     head = given["head"]["name"] if has_recipe else chosen.get("head", "mtp")
+    if not has_recipe:
+        given["head"] = values_of(HEAD_CONFIGS[head]) if head in HEAD_CONFIGS else {}
     values = "their values here" if has_recipe else "their defaults"
     print(f"usage: mtptrain {stage} recipe=NAME|my.yaml [NAME=VALUE ...]\n\n{STAGES[stage].does}\n")
     for group in sorted(CONFIG_GROUPS):
@@ -48,16 +47,16 @@ def print_help(stage: str, arguments: Sequence[str]) -> None:
     for section in dict.fromkeys(sections):
         kind = kinds[section]
         if isinstance(kind, type) and is_dataclass(kind):
-            title = f"head={head}" if section == "head" else f"{section}: {first_line(kind)}"
-            print("", *wrap(title, WIDTH), *rows(kind, fields(kind), given.get(section, {})), sep="\n")
+            title = f"head={head}" if section == "head" else f"{section}: {(kind.__doc__ or '').splitlines()[0]}"
+            print("", *wrap(title, WIDTH), *rows(kind, fields(kind), given[section]), sep="\n")
 
 
 def rows(kind: type, settings: Sequence[Field[Any]], given: Mapping[str, Any]) -> Iterator[str]:
     for each in settings:
-        value = given[each.name] if each.name in given else default_of(each)
-        value = "(must be set)" if value == "???" else hydra_value(value)
+        value = "(must be set)" if given[each.name] == "???" else hydra_value(given[each.name])
         meaning = docstrings(kind).get(each.name, "")
-        if choices := [x for kind in (each.type, *get_args(each.type)) if is_choice(kind) for x in kind]:
+        kinds = [x for x in (each.type, *get_args(each.type)) if isinstance(x, type) and issubclass(x, StrEnum)]
+        if choices := [x for kind in kinds for x in kind]:
             meaning += f" One of {', '.join(choices)}."
         text = wrap(meaning, WIDTH - NAME_WIDTH - VALUE_WIDTH) or [""]
         start = f"  {each.name:<{NAME_WIDTH - 2}}"
@@ -68,18 +67,8 @@ def rows(kind: type, settings: Sequence[Field[Any]], given: Mapping[str, Any]) -
         yield from (" " * (NAME_WIDTH + VALUE_WIDTH) + line for line in text)
 
 
-def is_choice(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, StrEnum)
-
-
-def default_of(setting: Field[Any]) -> Any:
-    if setting.default_factory is not MISSING:
-        return setting.default_factory()
-    return setting.default
-
-
-def first_line(kind: type) -> str:
-    return cleandoc(kind.__doc__ or "").partition("\n")[0]
+def values_of(config: Any) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
 
 
 @cache

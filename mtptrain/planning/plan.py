@@ -333,13 +333,10 @@ class Plan:
         if config.prompts.source is not PromptSource.responses or made:
             return
         tokens = self.num_supervised if self.expected is None else self.expected.answers
-        rate, text = planner.responses_tokens_per_s, "as given"
-        if not rate:
-            flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
-            share = ANSWER_SHARES["server" if is_served(config) else "transformers"]
-            rate, text = tokens_per_s(planner, flops, share, planner.num_gpus, dtype, 1)
-        self.seconds["responses"] = tokens / rate
-        self.rows["time of responses"] = f"at most {duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
+        flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
+        share = ANSWER_SHARES["server" if is_served(config) else "transformers"]
+        measured = planner.responses_tokens_per_s
+        self._add_time("responses", tokens, measured, flops, share, planner.num_gpus, dtype, 1, most="at most ")
 
     def _plan_time(self) -> None:
         settings, train, planner = self.config.hidden_states, self.config.train, self.config.planner
@@ -348,24 +345,25 @@ class Plan:
         """Time of the stages that are planned."""
         self._plan_answers()
         # 1. Extraction. A spread target keeps only one GPU busy at a time.
-        rate, text = planner.hidden_states_tokens_per_s, "as given"
-        if not rate:
-            flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
-            has_experts, written = routed_experts(self.target_config)[1] > 1, stored + self.written_bytes
-            share = EXPERTS_SHARE if has_experts else EXTRACTION_SHARE
-            rate, text = tokens_per_s(planner, flops, share, at_work, getattr(torch, settings.dtype), written)
-        extraction_s = self.num_tokens / rate
-        self.rows["time of hidden states"] = f"{duration(extraction_s)} at {rate:,.0f} tokens/s, {text}"
+        flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
+        share = EXPERTS_SHARE if routed_experts(self.target_config)[1] > 1 else EXTRACTION_SHARE
+        measured, dtype = planner.hidden_states_tokens_per_s, getattr(torch, settings.dtype)
+        written = stored + self.written_bytes
+        self._add_time("hidden-states", self.num_tokens, measured, flops, share, at_work, dtype, written)
         # 2. Training.
-        rate, text = planner.train_tokens_per_s, "as given"
-        if not rate:
-            of_step = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing)
-            flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
-            rate, text = tokens_per_s(planner, flops, TRAIN_SHARE, planner.num_gpus, self.dtype, stored)
+        of_step = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing)
+        flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
-        self.rows["time of training"] = f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
-        self.seconds |= {"hidden-states": extraction_s, "train": tokens / rate}
+        measured, gpus = planner.train_tokens_per_s, planner.num_gpus
+        self._add_time("train", tokens, measured, flops, TRAIN_SHARE, gpus, self.dtype, stored)
         self.rows["time of these"] = duration(sum(self.seconds.values()))
+
+    def _add_time(self, stage: str, tokens: int, measured: float, *estimate: Any, most: str = "") -> None:
+        """Plan the time of a stage by its measured tokens/s or, if they are 0, as `tokens_per_s` estimates them."""
+        rate, text = (measured, "as given") if measured else tokens_per_s(self.config.planner, *estimate)
+        name = {"hidden-states": "hidden states", "train": "training"}.get(stage, stage)
+        self.seconds[stage] = tokens / rate
+        self.rows[f"time of {name}"] = f"{most}{duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
 
 
 def tokens_per_s(

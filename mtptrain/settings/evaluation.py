@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
@@ -99,6 +100,12 @@ class AcceptanceConfig:
     threshold, as llama.cpp's `--spec-draft-p-min` does."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/acceptance`."""
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The arguments of `generate_in_batches` that say how much is decoded, and how much together."""
+        names = ("num_speculative_tokens", "max_new_tokens", "batch_size", "batch_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 def check_acceptance(settings: AcceptanceConfig) -> None:

@@ -171,22 +171,19 @@ def learning_rate(settings: TrainConfig, step: int, num_steps: int) -> float:
 
 
 def rate_share(settings: TrainConfig, step: int, num_steps: int) -> float:
-    """Returns the learning rate at `step` (from 0) of a run of so many steps, as a share of its peak."""
-    return warmup_cosine(step, warmup_of(settings, num_steps), num_steps, settings.min_lr_ratio)
+    """Returns the learning rate at `step` (from 0) of a run of so many steps as a share of its peak, which it reaches
+    after the warm-up, and from which it falls to `train.min_lr_ratio`."""
+    warmup_steps, least = warmup_of(settings, num_steps), settings.min_lr_ratio
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def warmup_of(settings: TrainConfig, num_steps: int) -> int:
     """Returns the number of steps of a run over which the learning rate rises."""
     least = min(LEAST_WARMUP_STEPS, num_steps // 2)
     return min(settings.warmup_steps, max(least, round(settings.warmup_share * num_steps)))
-
-
-def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate at `step` (from 0) as a share of its peak, which falls to `min_ratio`."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:

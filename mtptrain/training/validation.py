@@ -96,20 +96,16 @@ class Validation:
         """Validates a head that is ready to draft, on the prompts of all ranks. A description labels a progress bar."""
         if self._loaded is None:
             self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
-        num_drafts = self.settings.num_speculative_tokens
         confidences = Confidences() if isinstance(head, Confident) else None
         generations = generate_in_batches(
             self._loaded,
-            HeadDrafter(head, self._loaded.parts, num_drafts),
+            HeadDrafter(head, self._loaded.parts, self.settings.num_speculative_tokens),
             self.prompts,
-            num_speculative_tokens=num_drafts,
-            max_new_tokens=self.training.validation_new_tokens,
             sampler=Sampler(),
             eos_token_ids=self._loaded.eos_token_ids,
-            batch_size=self.settings.batch_size,
-            batch_tokens=self.settings.batch_tokens,
             description=description,
             observe=confidences,
+            **self.settings.limits | {"max_new_tokens": self.training.validation_new_tokens},
         )
         acceptance = summarise([generation for share in self.ranks.gather(generations) for generation in share])
         answered, of_loss = zip(self.prompts, generations, strict=True), LossSettings.of(self.training)

@@ -17,7 +17,7 @@ from mtptrain.training.optimizer import (
     orthogonalised,
     warn_of_rate,
 )
-from mtptrain.training.trainer import is_compiled, warmup_cosine, warmup_of
+from mtptrain.training.trainer import is_compiled, rate_share, warmup_of
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import tiny_config
@@ -74,9 +74,10 @@ def test_matrices_are_those_of_layers_and_no_head_lacks_them() -> None:
 
 
 def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_compiled_on_gpus() -> None:
-    assert [warmup_cosine(step, 4, 12, 0.1) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert [warmup_cosine(step, 4, 12, 0.1) for step in (8, 12, 99)] == pytest.approx([0.55, 0.1, 0.1])
-    assert not math.isnan(warmup_cosine(0, 0, 0, 0.1))
+    settings = TrainConfig(warmup_steps=4, warmup_share=1.0, min_lr_ratio=0.1)
+    assert [rate_share(settings, step, 12) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [rate_share(settings, step, 12) for step in (8, 12, 99)] == pytest.approx([0.55, 0.1, 0.1])
+    assert not math.isnan(rate_share(settings, 0, 0))
     # The recipes' own runs take all of their warm-up; shorter ones a tenth of the steps, or ten, but at most half.
     runs = {(50, 687): 50, (100, 1146): 100, (100, 200): 20, (100, 50): 10, (5, 20): 5, (50, 1): 0}
     for (most, num_steps), steps in runs.items():
