@@ -177,10 +177,7 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
             stage_dir.record(config)
             (store_dir / MANIFEST).touch()
     if manifest:
-        print(
-            f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens",
-            flush=True,
-        )
+        print(f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens")
     return not any(ranks.gather(manifest is not None))
 
 
@@ -209,8 +206,7 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
         num_documents = len(extraction.documents)
         print(
             f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents; to train "
-            f"on them again, first delete {STREAM} here and the folder train in run_dir",
-            flush=True,
+            f"on them again, first delete {STREAM} here and the folder train in run_dir"
         )
 
 
@@ -272,8 +268,7 @@ def announce(extraction: Extraction) -> None:
     print(
         f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {token_bytes:,} bytes = "
         f"{total_tokens * token_bytes / 1e9:.3f} GB; space needed: {missing_bytes / 1e9:.3f} GB, free: "
-        f"{free_bytes / 1e9:.3f} GB",
-        flush=True,
+        f"{free_bytes / 1e9:.3f} GB"
     )
     if missing_bytes > free_bytes:
         needs_less = "lower prompts.max_train_tokens and run mtptrain prompts again"
@@ -302,7 +297,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
-    print(title, *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n", flush=True)
+    print(title, *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n")
 
 
 def rows_of(manifest: StoreManifest) -> dict[str, str]:

@@ -189,21 +189,20 @@ def candidates_of(
     def sampler(temperature: float) -> Sampler:
         return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k, **rules)
 
-    def drafter(sample_drafts: bool = settings.sample_drafts, threshold: float = 0.0) -> HeadDrafter:
-        return HeadDrafter(run_head.head, target.parts, depths, sample_drafts, threshold)
+    def drafter(
+        head: Head | None = run_head.head, sample_drafts: bool = settings.sample_drafts, threshold: float = 0.0
+    ) -> HeadDrafter:
+        assert head is not None, "see check_acceptance"
+        return HeadDrafter(head, target.parts, depths, sample_drafts, threshold)
 
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(run_head.head, sampler(temperature), vocab_size, depths)
-        return Candidate(drafter(sample_drafts), sampler(temperature), quality)
-
-    def draft_model() -> HeadDrafter:
-        assert model is not None, "see check_acceptance"
-        return HeadDrafter(model, target.parts, depths, settings.sample_drafts)
+        return Candidate(drafter(sample_drafts=sample_drafts), sampler(temperature), quality)
 
     baselines: dict[Baseline, Callable[[], Drafter]] = {
         Baseline.none: NoDrafter,
         Baseline.prompt_lookup: lambda: PromptLookupDrafter(depths),
-        Baseline.model: draft_model,
+        Baseline.model: lambda: drafter(model),
         Baseline.tree: lambda: TreeDrafter(
             run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k
         ),

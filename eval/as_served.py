@@ -8,7 +8,7 @@ why these answers differ from neutral greedy ones.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import ne
 from os.path import commonprefix
 from typing import Any
@@ -56,8 +56,7 @@ class Asked:
 
     def describe(self) -> dict[str, Any]:
         assert self.theirs.counts is not None
-        counts = {"ours": self.our_counts, "theirs": self.theirs.counts}
-        figures = {side: asdict(each) | {"acceptance_length": each.acceptance_length} for side, each in counts.items()}
+        figures = {"ours": self.our_counts.describe(), "theirs": self.theirs.counts.describe()}
         own = {"requests_set": str(self.manner), "answers": len(self.theirs.tokens), "reasons": self.reasons}
         own["other_chat"] = self.other_chat
         return own | figures | {"different_answers": self.num_different, "is_explained": self.is_explained}

@@ -79,12 +79,14 @@ class Row:
 
     def describe(self, speeds: Speeds) -> dict[str, Any]:
         """Returns the figures for the report. Speed-ups are relative to the engine without drafts."""
-        names = ("rounds", "drafted", "accepted_at", "acceptance_length")
-        figures, counted = asdict(self), {name: self.counts and getattr(self.counts, name) for name in names}
+        figures = asdict(self)
         del figures["counts"]
+        none = dict.fromkeys(("rounds", "drafted", "accepted_at", "acceptance_length"))
         plain = None if self.num_speculative_tokens is None else speeds[self.concurrency][0]
         speed_up = plain and self.output_tokens_per_s / plain
-        return {**figures, "output_tokens_per_s": self.output_tokens_per_s, "speed_up": speed_up, **counted}
+        return {**figures, "output_tokens_per_s": self.output_tokens_per_s, "speed_up": speed_up} | (
+            none if self.counts is None else self.counts.describe()
+        )
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:
@@ -169,7 +171,7 @@ def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
         warmup = Load(f"{name}_warmup", largest, largest)
         if num_drafts is not None:
             what = f"{bench.config.serving.engine} {f'with K = {num_drafts}' if num_drafts else 'without drafts'}"
-            print(f"{what}: starts, answers a warm-up of {largest}, which is not counted, then is measured", flush=True)
+            print(f"{what}: starts, answers a warm-up of {largest}, which is not counted, then is measured")
         loads = [warmup] + [
             Load(f"{name}_concurrency{concurrency}_run{run}", bench.num_requests, concurrency)
             for run in range(1, settings.repeats + 1)

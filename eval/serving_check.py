@@ -314,15 +314,11 @@ def report(
     engine = running_engine(config.serving.engine)
     settings, followed = config.acceptance, comparison.our_counts_on_their_answers
     our_plain, their_plain = comparison.num_plain
-    names = ("rounds", "drafted", "accepted_at", "acceptance_length")
-    ours, theirs = (
-        {name: getattr(counts, name) for name in names} for counts in (comparison.our_counts, comparison.their_counts)
-    )
     return {
         "is_equal": comparison.is_equal,
-        "ours": ours | {"plain_greedy_answers": our_plain},
+        "ours": comparison.our_counts.describe() | {"plain_greedy_answers": our_plain},
         "ours_on_their_answers": None if followed is None else asdict(followed),
-        "theirs": theirs | {"plain_greedy_answers": their_plain},
+        "theirs": comparison.their_counts.describe() | {"plain_greedy_answers": their_plain},
         "first_divergence": None if divergence is None else asdict(divergence),
         "head_sha256": comparison.ours.head_sha256,
         "engine": str(config.serving.engine),

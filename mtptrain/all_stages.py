@@ -65,7 +65,7 @@ def main(config: PipelineConfig) -> None:
     if hydra.mode is RunMode.MULTIRUN:
         if hydra.job.num == 0:
             check_variants([each for each in sys.argv[1:] if "=" in each and not each.startswith("-")])
-        print(f"\n==== {config.run_dir}", flush=True)
+        print(f"\n==== {config.run_dir}")
     if started_stage() == "plan":
         print_plan(config)
     else:
@@ -87,7 +87,7 @@ def run_stages(config: PipelineConfig, overrides: Sequence[str]) -> None:
         if is_finished(name, output, done_at, config):
             durations.append((name, "done before"))
         else:
-            print(f"\n== mtptrain {name}: {what_it_does(stage)}", flush=True)
+            print(f"\n== mtptrain {name}: {what_it_does(stage)}")
             started = time.monotonic()
             run_stage(name, overrides, num_ranks(name, runner, config))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))

@@ -71,7 +71,7 @@ class Run:
             f"{sum(map(len, documents)):,} documents of the prompts, {found.sum():,} of them supervised"
         )
         if mask != looked_up:
-            print(f"head.mask_token_id: {mask} is taken, which does not occur, instead of {occurs}", flush=True)
+            print(f"head.mask_token_id: {mask} is taken, which does not occur, instead of {occurs}")
         elif len(found):
             advice = f"set head.mask_token_id={unused_token(documents, size)}, which does not occur"
             if given.init_from is not None:

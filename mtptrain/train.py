@@ -186,7 +186,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     if ranks.is_first:
         announce_precision("deepspeed", train_dtype(config.deepspeed))
         if (warmup := warmup_of(config.train, num_steps)) < config.train.warmup_steps:
-            print(f"train.warmup_steps: {warmup} of the {num_steps} steps, as train.warmup_share says", flush=True)
+            print(f"train.warmup_steps: {warmup} of the {num_steps} steps, as train.warmup_share says")
         StageDir(run.stage_dir("train")).record(run.config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
@@ -230,8 +230,7 @@ def warn_of_lost_checkpoints(stage_dir: Path) -> None:
     if (last := stage_dir / "last").joinpath("head.json").is_file():
         print(
             f"WARNING {last}: must have a checkpoint beside it from which training resumes, but has none; training "
-            "starts from step 0 and will replace this head",
-            flush=True,
+            "starts from step 0 and will replace this head"
         )
 
 
@@ -243,8 +242,7 @@ def warn_of_other_schedule(checkpoint: Path, settings: TrainConfig, num_steps: i
         print(
             f"WARNING train.max_steps, train.epochs: {checkpoint} is of a schedule of {former:,} steps, but this run "
             f"has {num_steps:,}, to whose end the learning rate now falls: step {step + 1:,} has {now:.3g} instead of "
-            f"{before:.3g}",
-            flush=True,
+            f"{before:.3g}"
         )
 
 

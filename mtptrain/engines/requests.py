@@ -1,7 +1,7 @@
 """The requests to a serving engine, its answers, and what it counts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -44,6 +44,10 @@ class EngineCounts:
     @property
     def acceptance_length(self) -> Figure:
         return share(self.rounds + sum(self.accepted_at), self.rounds)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the counts and the acceptance length, as reports have them."""
+        return asdict(self) | {"acceptance_length": self.acceptance_length}
 
     def is_equal(self, theirs: "EngineCounts") -> bool:
         """Returns whether another side counts the same; drafted tokens only where both report them."""

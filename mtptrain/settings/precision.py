@@ -100,10 +100,10 @@ def announce_precision(name: str, dtype: Dtype) -> None:
     on_gpu = has_gpu()
     fast, reason = fast_dtype(on_gpu)
     if dtype == fast:
-        print(f"{name}: {dtype}, {reason}", flush=True)
+        print(f"{name}: {dtype}, {reason}")
     elif dtype == Dtype.float32:
         device = "a GPU" if on_gpu else "this CPU"
-        print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too", flush=True)
+        print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too")
     else:
         warn(
             f"{name}: should be float32 on this machine, {reason}, but is {dtype}, as set or as this run began: matrix "

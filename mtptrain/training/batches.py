@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,27 +230,15 @@ class BatchSchedule:
         return balance(documents, self.store.document_lengths, self.costs, self.batch_tokens)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
-        of_rank = self.documents_of(step)[rank::world_size]
-        anchors = None
-        if self.drafts_per_document is not None:
-            anchors = Anchors(self.drafts_per_document, (self.seed, self._epoch))
-        return [
-            self._pinned(
-                make_batch(
-                    [self.store.document(i) for i in documents],
-                    self.ttt_steps,
-                    decode_states=not self.for_gpu,
-                    pins=self._pins,
-                    anchors=anchors,
-                    window=self.window,
-                )
-            )
-            for documents in of_rank
-        ]
-
-    def _pinned(self, batch: Batch) -> Batch:
-        """Returns the batch in pinned memory if there is a GPU, so that copies to the GPU overlap with the step."""
-        return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
+        """Returns a rank's batches of a step, in pinned memory if there is a GPU, so that copies overlap with steps."""
+        of_rank, most = self.documents_of(step)[rank::world_size], self.drafts_per_document
+        anchors = None if most is None else Anchors(most, (self.seed, self._epoch))
+        stored = ([self.store.document(i) for i in documents] for documents in of_rank)
+        make = partial(make_batch, decode_states=not self.for_gpu, pins=self._pins, anchors=anchors, window=self.window)
+        batches = (make(documents, self.ttt_steps) for documents in stored)
+        if not self._pins:
+            return list(batches)
+        return [map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) for batch in batches]
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
         """Yields this rank's batches of steps first_step .. last_step - 1. Closes the store at the end.

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
 
 import deepspeed
+from deepspeed import DeepSpeedEngine
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -23,9 +24,6 @@ from mtptrain.heads.base import Head
 from mtptrain.settings.precision import with_fp32_sums
 from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
 from mtptrain.utils.errors import UserError, error_summary
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
@@ -107,7 +105,7 @@ def build_engine(
     config: dict[str, Any],
     num_accumulated: int,
     ranks: Ranks,
-) -> "DeepSpeedEngine":
+) -> DeepSpeedEngine:
     """Returns DeepSpeed's engine for a head, with a config that `check_deepspeed` has accepted."""
     prepare_single_process()
     # DeepSpeed would compile its shared-memory collectives on first use. gloo's are fast enough for a small head.
@@ -180,7 +178,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm([piece for tensor in tensors for piece in tensor.flatten().split(2**17)])
 
 
-def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.Tensor]:
+def gather_state(engine: DeepSpeedEngine, keep_here: bool) -> dict[str, torch.Tensor]:
     """Returns fp32 weights and Adam moments on the CPU, by name; {} unless `keep_here`. All ranks must call this."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
@@ -193,7 +191,7 @@ def gather_state(engine: "DeepSpeedEngine", keep_here: bool) -> dict[str, torch.
 
 
 def _parameter_state(
-    engine: "DeepSpeedEngine", parameter: torch.nn.Parameter
+    engine: DeepSpeedEngine, parameter: torch.nn.Parameter
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns a whole parameter and its moments, gathered from all ranks."""
     if not _has_fp32_master(parameter):
@@ -209,7 +207,7 @@ def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
+def restore_state(engine: DeepSpeedEngine, stored: Callable[[str], torch.Tensor], step: int) -> None:
     """Load weights and moments into an engine that has made no step, and set its schedule to `step`.
 
     Each rank keeps its part. `stored` returns a whole tensor by its name in `gather_state`. It is called for one tensor

@@ -47,8 +47,7 @@ def warn_of_rate(settings: TrainConfig) -> None:
     if settings.lr >= UNUSUAL_LR:
         print(
             "WARNING train.lr: heads learn at 1e-4 to 5e-3, with Muon too, whose update here has as root mean square "
-            f"{UPDATE_RMS} times the rate, but it is {settings.lr:g}; set train.lr=1e-3",
-            flush=True,
+            f"{UPDATE_RMS} times the rate, but it is {settings.lr:g}; set train.lr=1e-3"
         )
 
 

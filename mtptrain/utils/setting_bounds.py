@@ -35,10 +35,8 @@ def between(least: float, most: float, *, default: T) -> T:
 
 
 def _number(holds: Callable[[Any], bool], requirement: str, default: T) -> T:
-    hint = "correct it in the recipe or on the command line"
-    if default is None:
-        return _bounded(lambda value: value is None or holds(value), f"be null or {requirement}", hint, default)
-    return _bounded(holds, f"be {requirement}", hint, default)
+    or_null = "null or " if default is None else ""
+    return _bounded(holds, f"be {or_null}{requirement}", "correct it in the recipe or on the command line", default)
 
 
 def each_at_least(least: int, may_be_empty: bool = False) -> dict[str, Bound]:
@@ -64,7 +62,7 @@ def each_value_of(choices: Sequence[str]) -> dict[str, Bound]:
 def directory_path(*, default: T) -> T:
     """Declare the path of a directory, which need not exist, or None. Empty paths, files and the root are refused."""
     return _bounded(
-        lambda path: path is None or _is_directory_path(path),
+        _is_directory_path,
         "name a directory",
         "choose a path that is not a file, a link to nothing or the root, nor below a file; an empty one would be the "
         "working directory",
@@ -82,7 +80,7 @@ def share(*, default: T, hint: str, is_proper: bool = False) -> T:
     """Declare a share above 0 and at most 1, or below 1 if it is proper, or None if its type allows that."""
     if is_proper:
         return _bounded(lambda value: 0.0 < value < 1.0, "be above 0 and below 1", hint, default)
-    return _bounded(lambda value: value is None or 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
+    return _bounded(lambda value: 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
 
 
 def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: T) -> T:
@@ -90,13 +88,16 @@ def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default:
 
 
 def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, Any]]:
-    """Returns the bound and value of every bounded field, by dotted name, including those of nested dataclasses."""
+    """Returns the bound and value of every bounded field, by dotted name, including those of nested dataclasses.
+
+    A field whose type allows None has no bound if it is None.
+    """
     bounded: dict[str, tuple[Bound, Any]] = {}
     for each in fields(settings):
         value = getattr(settings, each.name)
         if is_dataclass(value):
             bounded |= bounded_settings(value, f"{prefix}{each.name}.")
-        elif BOUND in each.metadata:
+        elif BOUND in each.metadata and value is not None:
             bounded[prefix + each.name] = each.metadata[BOUND], value
     return bounded
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import TextIOWrapper
 
 from mtptrain.utils.masking import hide_passwords
 
@@ -37,7 +38,7 @@ def command() -> str:
 
 
 def prepare_process() -> None:
-    """Set how OpenMP waits, and let a rank of torchrun end with it.
+    """Set how OpenMP waits, let a rank of torchrun end with it, and show each line of a log at once.
 
     A torchrun that is killed tells its ranks nothing, and those that still import would wait for each other for hours.
     OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy machine
@@ -47,6 +48,8 @@ def prepare_process() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def without_own_settings(environment: Mapping[str, str]) -> dict[str, str]:
