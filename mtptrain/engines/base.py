@@ -183,18 +183,22 @@ class Engine(ABC):
     def ends_note(self, target: TargetFiles) -> str:
         """Returns at which tokens the engine and we end answers otherwise, as the target's files say; "" at none."""
         ours, theirs = target.generation.eos_token_ids, self.ends_of(target) if self.applies else ()
-        engine, notes = f"{self.name} {self.version}", []
+        engine, tokenizer, size, notes = f"{self.name} {self.version}", target.tokenizer, target.config.vocab_size, []
+        texts = {token: tokenizer.decode([token]) for token in (*ours, *theirs)}
         names = [
-            ", ".join(f"{token} ({target.tokenizer.decode([token])})" for token in some if token not in others)
+            ", ".join(f"{each} ({texts[each] or 'no text'})" for each in some if each not in others and each < size)
             for some, others in ((ours, theirs), (theirs, ours))
         ]
+        if (end := tokenizer.eos_token_id) is not None and end >= size:
+            notes.append(f"No answer ends at {end}, the end of the tokenizer: the target has {size:,} tokens.")
         if not ours:
             notes.append(
                 f"Answers never end here and in vLLM: {FILE} and the tokenizer name no end, and that of config.json "
                 f"counts only without {FILE}."
             )
         if self.applies and names[0]:
-            notes.append(f"Answers end at {names[0]} here and in vLLM, but {engine} writes past it: send it as a stop.")
+            stop = "" if "(no text)" in names[0] else ": send it as a stop"
+            notes.append(f"Answers end at {names[0]} here and in vLLM, but {engine} writes past it{stop}.")
         if names[1]:
             notes.append(f"{engine} ends answers at {names[1]} too, after which they go on here and in vLLM.")
         mend = (

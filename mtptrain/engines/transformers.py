@@ -32,12 +32,7 @@ FURTHER = (
 )
 """Settings of generation_config.json that transformers applies too, with drafts."""
 REFUSED = (
-    "stop_strings",
-    "token_healing",
-    "penalty_alpha",
-    "dola_layers",
-    "num_beam_groups",
-    "constraints",
+    *("stop_strings", "token_healing", "penalty_alpha", "dola_layers", "num_beam_groups", "constraints"),
     "force_words_ids",
 )
 """Settings with which `generate` fails, unless it is given a tokenizer, or may run code of the hub."""
@@ -117,6 +112,11 @@ class Transformers(Engine):
         """Returns the settings without those of sampling, unless do_sample is true: transformers is greedy without."""
         own = target.generation
         return own if own.do_sample else replace(own, temperature=None, top_p=None, top_k=None, min_p=None)
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        own = target.own_generation
+        note = f"A prompt of {own.max_length} tokens or more, the max_length, is an error without max_new_tokens."
+        return super().notes(target) + [note] * bool(own.max_length and own.max_new_tokens is None)
 
     def why_it_fails(self, target: TargetFiles) -> str:
         """Returns the error of `generate` with drafts, which a tiny model shows, or that it would not use the head.

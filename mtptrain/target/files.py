@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, meta
+from jinja2.nodes import Template
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
@@ -127,5 +128,8 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
 
 def _names_in(template: str) -> set[str]:
     """Returns the variables that a template reads before it sets them."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    return meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
+    return meta.find_undeclared_variables(parsed_template(template))
+
+
+def parsed_template(template: str) -> Template:
+    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))

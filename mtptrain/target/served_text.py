@@ -11,13 +11,18 @@ from contextlib import suppress
 from itertools import dropwhile, takewhile
 from typing import Any
 
+import transformers
+from jinja2 import nodes
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto import tokenization_auto
 
-from mtptrain.target.files import TargetFiles
+from mtptrain.target.files import TargetFiles, parsed_template
 from mtptrain.target.generation import FILE
 from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
 from mtptrain.target.llama_tokens import llama_tokens
+from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
@@ -27,10 +32,21 @@ READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with 
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
+SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
+TEXT = "It's  12345 words\n\n a"
+"""Is cut in other places by other rules for words, numbers and spaces."""
+UNNAMED = {"llama": "CodeLlamaTokenizer"}
+"""The class that transformers 5.5 takes for a family, and later ones do not, if no file names one."""
+AS_STORED = {
+    *(family for family, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items() if name == "TokenizersBackend"),
+    *(tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS | {"deepseek_v2", "deepseek_v3", "deepseek_v32"}),
+} - {"internlm3", "iquestcoder"}
+"""Families for which transformers 5.19, too, does not choose the class that tokenizer_config.json names."""
 
 
 def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
+    yield from tokens_elsewhere(target)
     # 1. Compare the chat templates of all files. transformers takes the first.
     in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
@@ -82,15 +98,28 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f" but llama-server adds {eos} to the prompt; start it with {OVERRIDE.format('eos', 'false')}"
         )
 
-    # 3. Find out whether servers end an answer where the template does.
-    ends = target.generation.eos_token_ids
+    # 3. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
+    for spaced in (SPACED, SPACED[1:]):
+        in_parts = ({**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced)
+        ours, theirs = _rendered(tokenizer, *spaced), _rendered(tokenizer, *in_parts)
+        if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer):
+            yield (
+                f"{target.directory}: vLLM should make the same text of a chat as the tokenizer, but gives the chat "
+                f"template, which loops over `content`, each text as a list, and makes {theirs or 'an error'!r} of one "
+                f"that is {ours!r} here; start it with --chat-template-content-format string"
+            )
+            break
+
+    # 4. Find out whether servers end an answer where the template does.
+    ends, size = target.generation.eos_token_ids, target.config.vocab_size
     token, text = end_of_turn(tokenizer, ends)
     if text and token not in ends:
-        advice = (
-            f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` with each request"
-        )
+        who = "vLLM and SGLang" if token in llama.ends else "servers"
+        advice = f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` in each request"
+        if token is not None and token >= size:
+            advice = f"correct the template, as {token} is no token of the target, which has {size}"
         yield (
-            f"{target.directory}: servers should end an answer at {text!r}, with which the chat template ends it, but "
+            f"{target.directory}: {who} should end an answer at {text!r}, with which the chat template ends it, but "
             f"write past it: they end at {', '.join(map(str, ends)) or 'no token'}; {advice}"
         )
 
@@ -114,10 +143,31 @@ def _templates(stored: Any) -> tuple[str, str]:
         stored = {each.get("name"): each.get("template") for each in stored if isinstance(each, dict)}
     named = stored if isinstance(stored, dict) else {"default": stored if isinstance(stored, str) else ""}
     default = named.get("default") or ""
-    return PASSED_OVER.sub("", default), PASSED_OVER.sub("", named.get("tool_use") or default)
+    default, with_tools = (re.sub(r"\r\n?", "\n", each) for each in (default, named.get("tool_use") or default))
+    return PASSED_OVER.sub("", default), PASSED_OVER.sub("", with_tools)
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **variables: Any) -> str:
+def _loops_over_content(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether vLLM 0.32 finds a loop over a message's content, maybe in a macro (vllm/renderers/hf.py)."""
+    tree, names = parsed_template(tokenizer.get_chat_template()), {"content"}
+    macros = {each.name: [argument.name for argument in each.args] for each in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        given = [*zip(macros.get(getattr(call.node, "name", ""), ()), call.args, strict=False)]
+        given += [(each.key, each.value) for each in call.kwargs]
+        names |= {name for name, value in given if _is_content(value)}
+    loops = [each.iter for each in tree.find_all(nodes.For)]
+    return any(_is_content(each) or (isinstance(each, nodes.Name) and each.name in names) for each in loops)
+
+
+def _is_content(node: Any) -> bool:
+    """Returns whether an expression is a variable's `content`, or made of it by filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or isinstance(getattr(node, "arg", None), nodes.Slice):
+        node = node.node
+    key = getattr(node, "attr", None) or getattr(getattr(node, "arg", None), "value", None)
+    return key == "content" and isinstance(node.node, nodes.Name)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **variables: Any) -> str:
     """Returns a chat as text, after a system message if the template, an unknown program, demands one; "" on errors."""
     for first in ([], [{"role": "system", "content": "s"}]):
         with suppress(Exception):
@@ -125,8 +175,37 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, str], **v
     return ""
 
 
+def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Yields what cuts texts into other tokens than here: the class that older versions take, or tokenizer.json."""
+    tokenizer, stored, family = target.tokenizer, target.directory / "tokenizer.json", target.config.model_type
+    files = [path for path in (target.directory / CONFIG, target.directory / "config.json") if path.is_file()]
+    declared = next(filter(None, (read_json(path).get("tokenizer_class") for path in files)), None)
+    name, ours = declared or UNNAMED.get(family, ""), tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    named, others = getattr(transformers, name, type(tokenizer)), dict[str, Any]()
+    if family not in AS_STORED and not isinstance(tokenizer, named):
+        versions = ["5.19 (of vLLM 0.32)"] * bool(declared) + ["5.5 (of OpenVINO 2026.4.1)"] * (family in UNNAMED)
+        try:
+            theirs = named.from_pretrained(target.directory)(TEXT, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # of a class for other files
+            theirs = error_summary(error)
+        others[f"{name}, which transformers {' and '.join(versions)} chooses,"] = theirs
+    if stored.is_file():
+        plain = Tokenizer.from_file(str(stored))
+        plain.no_padding()
+        plain.no_truncation()
+        others["tokenizer.json itself"] = plain.encode(TEXT, add_special_tokens=False).ids
+    for cutter, theirs in others.items():
+        if theirs != ours:
+            yield (
+                f"{target.directory}: servers should cut {TEXT!r} into {ours}, as {type(tokenizer).__name__} here, but "
+                f"{cutter} gives {theirs}; set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with "
+                "which all read tokenizer.json as it is (except for a qwen2, which keeps its class)"
+            )
+
+
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
     """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
+    yield from tokens_elsewhere(target)
     tokenizer, llama = target.tokenizer, llama_tokens(target)
     ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
     start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), 0)
@@ -152,8 +231,11 @@ def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> I
     expected = first.count(bos_id)
     num_bos = [sum(1 for _ in takewhile(lambda token: token == bos_id, ids[:2])) for ids in documents]
     for number in {*num_bos} - {expected}:
+        advice = "correct the data"
+        if number == 1:  # as `text_files` does
+            advice = f"begin the text of each prompt with {tokenizer.bos_token}"
         yield (
             f"prompts: documents should begin with {expected} {tokenizer.bos_token}, as the tokenizer begins texts, "
             f"here and in servers, but {num_bos.count(number):,} of {len(documents):,} begin with {number}; "
-            "correct the data, or give prompts as token ids"
+            f"{advice}, or give prompts as token ids"
         )

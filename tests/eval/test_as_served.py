@@ -120,8 +120,61 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     silent = run_with(target, "vllm", eos_token_id=None).target
     silent.tokenizer.eos_token = None
     assert "Answers never end here and in vLLM: gen" in engine_of("vllm").ends_note(silent)
+    for end, named, name, said in (  # 77 is a token without a text in the tokenizer, and 260 one that only that has
+        (
+            "<|end|>",
+            [EOS, 259],
+            "llama_cpp",
+            "Answers end at 259 (no text) here and in vLLM, but llama.cpp b11434 writes past it. ",
+        ),
+        (
+            "<x>",
+            [EOS],
+            "vllm",
+            "No answer ends at 260, the end of the tokenizer: the target has 260 tokens. To mend it",
+        ),
+        (
+            "<x>",
+            [EOS],
+            "llama_cpp",
+            "No answer ends at 260, the end of the tokenizer: the target has 260 tokens. To mend it",
+        ),
+    ):
+        odd = run_with(target, name, eos_token_id=named).target
+        odd.tokenizer.add_tokens(["<x>"] if end == "<x>" else [])
+        odd.tokenizer.eos_token = end
+        if 259 in named:
+            odd.tokenizer.decode = lambda ids: "" if 259 in ids else "x"
+        assert engine_of(name).ends_note(odd).startswith(said), engine_of(name).ends_note(odd)
     note = engine_of("vllm").defaults_note(GenerationDefaults(min_p=0.1))
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
+
+
+def test_settings_with_which_an_engine_fails_without_drafts_or_with_long_prompts_are_named(tmp_path: Path) -> None:
+    target, refuses = (
+        make_speaking_target(tmp_path),
+        "Without drafts, OpenVINO 2026.4.1 refuses every request, for {} in",
+    )
+    both = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}  # the defaults of transformers 4
+    for name, settings, said in (
+        ("openvino", both, refuses.format("num_assistant_tokens beside assistant_confidence_threshold")),
+        ("openvino", both | {"num_assistant_tokens": None}, ""),
+        ("openvino", {"do_sample": True, "temperature": 0.0}, refuses.format("do_sample with temperature 0")),
+        ("openvino", {"do_sample": True, "num_beams": 2}, refuses.format("num_beams with do_sample or a penalty")),
+        ("openvino", PENALTY | {"num_beams": 2}, refuses.format("num_beams with do_sample or a penalty")),
+        ("openvino", {"repetition_penalty": 1.0, "num_beams": 2}, ""),
+        ("openvino", {"min_new_tokens": 5, "max_new_tokens": 3}, refuses.format("min_new_tokens above max_new_tokens")),
+        ("openvino", {"min_new_tokens": 5}, ""),
+        (
+            "transformers",
+            {"max_length": 20},
+            "A prompt of 20 tokens or more, the max_length, is an error without max_new",
+        ),
+        ("transformers", {"max_length": 20, "max_new_tokens": 4}, ""),
+    ):
+        notes = engine_of(name).notes(run_with(target, name, **settings).target)
+        found = [note for note in notes if "Without drafts" in note or "is an error" in note]
+        assert len(found) == bool(said) and all(note.startswith(said) for note in found), (settings, notes)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ OpenVINO's converter needs other versions of transformers than training does. It
 (`make .venv-openvino/.installed`), in which a worker decodes: OpenVINO has no server.
 """
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -32,8 +33,9 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
 from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import NEUTRAL
+from mtptrain.target.generation import FILE, NEUTRAL, PENALTIES
 from mtptrain.utils.errors import UserError, warn
+from mtptrain.utils.files import read_json
 
 VERSION = "2026.4.1"
 WORKER = Path(__file__).with_name("openvino_worker.py")
@@ -92,6 +94,27 @@ class Openvino(RunningEngine):
             for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
                 reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
                 yield from must_be_false(head, setting, reason)
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        path = target.directory / FILE
+        own = {name: value or 0 for name, value in (read_json(path) if path.is_file() else {}).items()}
+        samples, beams, most = (
+            own.get("do_sample"),
+            own.get("num_beams", 0) not in (0, 1),
+            own.get("max_new_tokens") or math.inf,
+        )
+        has_penalty = any(name in target.own_generation.sampling for name in PENALTIES)
+        fails = {
+            # Both are there if transformers 4 saved all its defaults.
+            "num_assistant_tokens beside assistant_confidence_threshold": own.get("num_assistant_tokens")
+            and own.get("assistant_confidence_threshold"),
+            "do_sample with temperature 0": samples and own.get("temperature") == 0,
+            "num_beams with do_sample or a penalty": beams and (samples or has_penalty),
+            "min_new_tokens above max_new_tokens": own.get("min_new_tokens", 0) > most,
+        }
+        named = "; ".join(setting for setting, holds in fails.items() if holds)
+        note = f"Without drafts, {self.name} {self.version} refuses every request, for {named} in the target's {FILE}."
+        return super().notes(target) + [note] * bool(named)
 
     def find_program(self, serving: ServingConfig) -> Path:
         packages = f"openvino-genai=={VERSION}.* and optimum-intel"

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         ["'<user>', .*; add 258 to eos_token_id"],
     ),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
+    "line breaks of Windows": ({JINJA: A + "\r\nb", CONFIG: A + "\r\nb", GGUF: A + "\nb"}, "", []),
     "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
 
@@ -103,6 +104,86 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
     assert len(found) == len(said) and all(map(re.search, said, found)), found
 
 
+LOOP = "{% for part in X %}{{ part.text }}{% endfor %}"
+EACH = (
+    "{% for message in messages %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}LOOP{% endif %}{% endfor %}"
+)
+CONTENT = "message['content']"
+FIRST = "{% set first = messages[0].content | trim %}{% set messages = messages[1:] %}{{ first }}"
+
+
+MACRO = "{% macro m(of) %}" + LOOP.replace("X", "of") + "{% endmacro %}"
+
+
+@pytest.mark.parametrize(
+    ("before", "parts", "loops_over", "said"),
+    [
+        (FIRST, LOOP, CONTENT, r"makes \"\[\{'type': 'text'.* is 'Hi Hi  Hi ' here; start"),  # as Llama 3.2 Vision
+        ("", LOOP, "message.content | list", ""),  # the same text
+        ("", LOOP.replace("part.text", "part.text | trim"), "message.content[:9]", "makes 'HiHiHi' of"),
+        ("", LOOP.replace("part.text", "1 // 0"), CONTENT, "makes 'an error' of"),
+        (MACRO, "-{{ m(message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
+        (MACRO, "-{{ m(of=message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
+        (MACRO + "{{ m([]) }}" + FIRST, "-", "", ""),
+        (FIRST, "{% set content = message.content %}" + LOOP, "content", "makes"),
+        (FIRST, "{% set text = message.content %}" + LOOP, "text", ""),  # in which vLLM sees no loop
+        (FIRST, "{{ message.content | join }}", "", ""),
+        (
+            "<{% for message in messages %}" + LOOP.replace("X", CONTENT) + "{% endfor %}{% set messages = [] %}",
+            "",
+            "",
+            "",
+        ),
+    ],
+)
+def test_a_template_that_loops_over_content_gets_texts_as_lists_from_vllm(
+    tmp_path: Path, before: str, parts: str, loops_over: str, said: str
+) -> None:
+    template = before + EACH.replace("LOOP", parts.replace("X", loops_over))
+    directory = make_target(tmp_path, chat_template=template)
+    found = [
+        each for each in chats_elsewhere(TargetFiles(directory)) if "--chat-template-content-format string" in each
+    ]
+    assert len(found) == bool(said) and all(re.search(said, each) for each in found), found
+
+
+VLLM, OPENVINO = r"5\.19 \(of vLLM 0\.32\)", r"5\.5 \(of OpenVINO 2026\.4\.1\)"
+OTHERS = r"\[40, 83, 6, 82, 16, 17, 18, 19, 20, 86, 78, 81, 67, 82, 64\]"  # without spaces, as both versions answer
+STORED = "Qwen2Tokenizer here, but tokenizer.json itself gives"
+FAST = "LlamaTokenizerFast"
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "said"),
+    [
+        *((name, "llama", "") for name in ("PreTrainedTokenizerFast", "TokenizersBackend", "OfTheirOwn")),
+        (FAST, "llama", rf"but {FAST}, which transformers {VLLM} and {OPENVINO} chooses, gives {OTHERS}; set"),
+        ("LlamaTokenizer", "qwen3", rf"but LlamaTokenizer, which transformers {VLLM} chooses, gives {OTHERS}; set"),
+        *((FAST, family, "") for family in ("deepseek_v3", "mistral", "qwen2")),
+        *((None, "phi3", ""), (None, "qwen3", STORED)),
+        (None, "llama", rf"but CodeLlamaTokenizer, which transformers {OPENVINO} chooses, gives Exception: Unk token"),
+    ],
+)
+def test_a_class_of_the_tokenizer_that_some_versions_read_otherwise_is_named(
+    tmp_path: Path, name: str | None, family: str, said: str
+) -> None:
+    directory = make_target(tmp_path)
+    split = {"type": "Split", "pattern": {"Regex": "[0-9]+"}, "behavior": "Removed", "invert": False}
+    for file, key, value in (
+        (CONFIG, "tokenizer_class", name),
+        ("config.json", "model_type", family),
+        *((("tokenizer.json", "pre_tokenizer", split),) if said == STORED else ()),
+    ):
+        content = json.loads((directory / file).read_text())
+        if key == "pre_tokenizer":
+            value = {"type": "Sequence", "pretokenizers": [split, content[key]]}
+        (directory / file).write_text(json.dumps(content | {key: value}))
+    for elsewhere in (chats_elsewhere(TargetFiles(directory)), texts_elsewhere([], TargetFiles(directory))):
+        found = [each for each in elsewhere if "servers should cut" in each]
+        assert len(found) == bool(said) and all(re.search(said, each) for each in found), found
+
+
 def test_an_end_of_a_turn_is_a_special_token_or_an_end_of_the_target(tiny_target: Path) -> None:
     tokenizer = TargetFiles(tiny_target).tokenizer
     tokenizer.chat_template = A + "{{ messages[-1].content }}x"
@@ -116,7 +197,12 @@ def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(
     texts = [np.array(ids) for ids in ([0, 1], [0, 0, 1], [1], [0])]
     found = " ".join(texts_elsewhere(texts, TargetFiles(DEMO_DIR)))
     assert not caplog.records  # of gguf, whose reader finds no template for pairs of texts
-    assert re.findall(r"with (\d) <.*? but (\d) of 4 begin with (\d);", found) == [("1", "1", "0"), ("1", "1", "2")]
+    said = re.findall(r"with (\d) <.*? but (\d) of 4 begin with (\d); (\w+)", found)
+    assert said == [("1", "1", "0", "correct"), ("1", "1", "2", "correct")]
+    target = TargetFiles(make_target(tmp_path / "with_bos"))
+    target.tokenizer.bos_token = "<user>"  # which it does not add, and `text_files` do
+    [found] = texts_elsewhere([np.array([258, 1])], target)
+    assert "with 0 <user>, as the tok" in found and "; begin the text of each prompt with <user>, or give" in found
     directory = make_target(tmp_path / "target")
     for pre, added, said in (
         ("gpt-2", {}, []),
