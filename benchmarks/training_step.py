@@ -164,7 +164,7 @@ def measure_cases(config: PipelineConfig, ranks: Ranks, repeats: int, *cases: Ca
     steps = [MeasuredStep(config, ranks, case) for case in cases]
     best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, repeats)
     rows = [step.row(seconds) for step, seconds in zip(steps, best.values(), strict=True)]
-    print(*map(json.dumps, rows), sep="\n")
+    print(*map(json.dumps, rows), sep="\n", flush=True)
     return rows
 
 

@@ -132,26 +132,18 @@ def in_batches(prompts: dict[str, list[int]], settings: AcceptanceConfig) -> lis
     return [{ids[index]: prompts[ids[index]] for index in batch} for batch in batches]
 
 
+@dataclass(frozen=True)
 class Measurement:
     """Decodes prompts turn by turn. Candidates alternate after each batch, so that a busy machine slows all alike."""
 
-    def __init__(
-        self,
-        settings: AcceptanceConfig,
-        target: Target,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Prompts,
-        ranks: Ranks,
-        longest_prompt: int,
-    ) -> None:
-        self.settings = settings
-        self.target = target
-        self.tokenizer = tokenizer
-        """Renders the later turns of conversations."""
-        self.prompts = prompts
-        self.ranks = ranks
-        self.longest_prompt = longest_prompt
-        """A conversation ends before the turn whose prompt would have more tokens."""
+    settings: AcceptanceConfig
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    """Renders the later turns of conversations."""
+    prompts: Prompts
+    ranks: Ranks
+    longest_prompt: int
+    """A conversation ends before the turn whose prompt would have more tokens."""
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
         """Decode this rank's prompts with every candidate, of which one is `head`, and gather all ranks' answers."""

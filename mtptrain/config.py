@@ -6,6 +6,7 @@ single values, or a `Run` made of them, never Hydra's objects.
 """
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,8 @@ def _check_relations(config: PipelineConfig) -> None:
         raise UserError(
             f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is [0.9,0.95]"
         )
-    for name, value in {
-        "train.epochs": config.train.epochs,
-        "hidden_states.num_parts": config.hidden_states.num_parts,
-    }.items():
-        if config.train.stream and value != 1:
+    for name in ("train.epochs", "hidden_states.num_parts"):
+        if config.train.stream and (value := attrgetter(name)(config)) != 1:
             raise UserError(
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"

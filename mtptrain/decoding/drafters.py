@@ -1,6 +1,6 @@
 """Drafters for `speculate`: a head, which drafts a chain or a tree, prompt lookup, both combined, and none."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,25 +27,18 @@ class FirstDepth:
     position: torch.Tensor  # [B], position of the last verified token
 
 
+@dataclass(eq=False)
 class HeadDrafter:
     """Drafts a chain of K tokens with a head."""
 
-    def __init__(
-        self,
-        head: Head,
-        parts: FrozenParts,
-        num_speculative_tokens: int,
-        sample_drafts: bool = False,
-        confidence_threshold: float = 0.0,
-    ) -> None:
-        self.head = head
-        self.parts = parts
-        self.num_speculative_tokens = num_speculative_tokens
-        self.sample_drafts = sample_drafts
-        """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
-        self.confidence_threshold = confidence_threshold
-        """A draft ends before the first token whose confidence is below this; 0 drafts K tokens always."""
-        self.cache = PositionCache(0)
+    head: Head
+    parts: FrozenParts
+    num_speculative_tokens: int
+    sample_drafts: bool = False
+    """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
+    confidence_threshold: float = 0.0
+    """A draft ends before the first token whose confidence is below this; 0 drafts K tokens always."""
+    cache: PositionCache = field(default_factory=lambda: PositionCache(0), init=False)
 
     def start(self, batch_size: int, num_slots: int) -> None:
         self.cache = PositionCache(num_slots)
@@ -204,7 +197,8 @@ class NoDrafter:
         return Draft(nothing, nothing.bool())
 
 
-class PromptLookupDrafter:
+@dataclass(eq=False)
+class PromptLookupDrafter(NoDrafter):
     """Drafts the tokens that followed an earlier occurrence of the newest tokens: the baseline that needs no training.
 
     It finds the longest suffix of `min_ngram` to `max_ngram` tokens that also occurs earlier in the sequence, and
@@ -212,18 +206,11 @@ class PromptLookupDrafter:
     that at least K tokens follow, because recent text predicts the next tokens better.
     """
 
-    read_layers: tuple[int, ...] = ()
-
-    def __init__(
-        self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False
-    ) -> None:
-        self.draft_slots = num_speculative_tokens
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
-        self.latest = latest
-
-    def start(self, batch_size: int, num_slots: int) -> None:
-        pass
+    draft_slots: int
+    """K, the number of tokens of a draft."""
+    max_ngram: int = 4
+    min_ngram: int = 2
+    latest: bool = False
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         sequences = zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)

@@ -49,6 +49,8 @@ class Format(ABC):
     """Name of the file with the head's tensors."""
     names: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """The engine's name for each of the head's tensors. Tensors that are not listed keep their names."""
+    added: tuple[str, ...] = ()
+    """The engine's name for each tensor that its file has besides those of the head."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         """Prefer `format_for`, which refuses heads that the engine cannot serve."""
@@ -76,15 +78,15 @@ class Format(ABC):
     def state(self, tensors: Tensors) -> Tensors:
         """Returns the head's `state_dict` from the engine's tensors."""
         ours = {new: old for old, new in self.names.items()}
-        return {ours.get(name, name): tensor for name, tensor in tensors.items()}
+        return {ours.get(name, name): tensor for name, tensor in tensors.items() if name not in self.added}
 
     def rounded(self, state: Tensors) -> Tensors:
         """Returns the head's `state_dict` as it is after writing and reading."""
         return self.state(self.tensors(state))
 
-    @abstractmethod
     def config_json(self, dtype: str) -> dict[str, Any]:
         """Returns the contents of `config.json` for tensors of this dtype."""
+        return self.llama_config(dtype)
 
     def write(self, directory: Path, tensors: Tensors) -> None:
         dtype = next(str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point())

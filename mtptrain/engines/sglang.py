@@ -58,7 +58,7 @@ class SglangMtp(SglangFormat, MimoLayer):
     method = "EAGLE"
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype) | self.model_entries
+        return super().config_json(dtype) | self.model_entries
 
     def notes(self) -> list[str]:
         if self.head.zero_first_embedding:
@@ -75,16 +75,11 @@ class SglangEagle(SglangFormat):
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
     names = EAGLE_NAMES
+    added = ("fc.bias",)
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
         return tensors | {"fc.bias": tensors["fc.weight"].new_zeros(self.dims.hidden_size)}
-
-    def state(self, tensors: Tensors) -> Tensors:
-        return super().state({name: tensor for name, tensor in tensors.items() if name != "fc.bias"})
-
-    def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype)
 
 
 class InFormatOfVllm(SglangFormat):

@@ -169,45 +169,38 @@ def pack_states(
     return packed, torch.cat(scales) if scales else None
 
 
+@dataclass
 class BatchSchedule:
     """The batches of every step. They are fixed from the start, so that resuming only needs the step number.
 
-    Steps must be requested in increasing order."""
+    Steps must be requested in increasing order. Each epoch has another order of documents."""
 
-    def __init__(
-        self,
-        store: HiddenStates,
-        ttt_steps: int,
-        batch_tokens: int,
-        micro_batches_per_step: int,
-        seed: int,
-        for_gpu: bool = True,
-        drafts_per_document: int | None = None,
-        window: int | None = None,
-    ) -> None:
-        """Pack the first epoch, after which each epoch has another order.
+    store: HiddenStates
+    ttt_steps: int
+    batch_tokens: int
+    """Maximum number of tokens of a micro-batch."""
+    micro_batches_per_step: int
+    """Micro-batches of a step over all ranks."""
+    seed: int
+    for_gpu: bool = True
+    """Whether a thread reads ahead, into pinned memory."""
+    drafts_per_document: int | None = None
+    """Number of draft positions of a document, drawn at random in every epoch; None for all."""
+    window: int | None = None
+    """`Head.shared_window`."""
 
-        A step has `micro_batches_per_step` micro-batches over all ranks, of at most `batch_tokens` tokens. It uses
-        `drafts_per_document` draft positions of a document, drawn at random in every epoch; None for all. `window` is
-        `Head.shared_window`. For a GPU, a thread reads ahead, into pinned memory.
-        """
-        self.store = store
-        self.for_gpu = for_gpu
-        self.ttt_steps = ttt_steps
-        self.batch_tokens = batch_tokens
-        self.micro_batches_per_step = micro_batches_per_step
-        self.seed = seed
-        self.drafts_per_document, self.window = drafts_per_document, window
-        self.costs = document_costs(store, drafts_per_document or math.inf)
-        self._pins = for_gpu and torch.cuda.is_available()
+    def __post_init__(self) -> None:
+        """Pack the first epoch."""
+        self.costs = document_costs(self.store, self.drafts_per_document or math.inf)
+        self._pins = self.for_gpu and torch.cuda.is_available()
         self._epoch, self._first_step = 0, 0  # the epoch in `_packed` and its first step
         self._packed = self._pack(epoch=0)
         self.steps_per_epoch = len(self._packed)
         if self.steps_per_epoch == 0:
             raise UserError(
                 "train.micro_batches_per_step: must be at most the number of documents with draft positions, but is "
-                f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} such documents; "
-                "lower it, or train on more documents"
+                f"{self.micro_batches_per_step}, and {self.store.directory} has {np.count_nonzero(self.costs)} such "
+                "documents; lower it, or train on more documents"
             )
 
     def _pack(self, epoch: int) -> list[Step]:

@@ -76,6 +76,7 @@ class GgufFormat(Format):
     weights_name = HEAD_FILE
     has_config_json = False
     num_layers = 1
+    added: tuple[str, ...] = (ROPE_FACTORS,)
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -92,7 +93,7 @@ class GgufFormat(Format):
         return tensors if torch.allclose(factors, torch.ones(())) else tensors | {ROPE_FACTORS: factors}
 
     def state(self, tensors: Tensors) -> Tensors:
-        tensors = {name: tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
+        tensors = dict(tensors)
         for name in filter(self._is_interleaved, tensors):
             tensors[name] = uninterleaved(tensors[name], self._num_heads(name))
         if D2T in tensors:
@@ -262,7 +263,7 @@ class LlamaCppDflash(WithTokenizer):
         self.num_layers = self.head.num_layers
         self.is_like_dspark = self.head.sample_from_anchor and self.method == LlamaCppDflash.method
         if self.is_like_dspark:
-            self.method = LlamaCppDspark.method
+            self.method, self.added = LlamaCppDspark.method, (*self.added, *CORRECTION)
         self.names = {
             "hidden_norm.weight": "enc.output_norm.weight",
             "norm.weight": "output_norm.weight",
@@ -280,10 +281,6 @@ class LlamaCppDflash(WithTokenizer):
             like = tensors["fc.weight"]
             tensors |= {name: like.new_zeros(size, 1) for name, size in zip(CORRECTION, sizes, strict=True)}
         return tensors
-
-    def state(self, tensors: Tensors) -> Tensors:
-        unused = CORRECTION if self.is_like_dspark else ()
-        return super().state({name: tensor for name, tensor in tensors.items() if name not in unused})
 
     def method_settings(self) -> dict[str, Any]:
         layers, kinds = list(DflashHead.resolve_capture_layers(self.head, self.target)), layer_kinds(self.head)

@@ -110,7 +110,7 @@ class VllmMtp(VllmFormat):
         return super().state(parts | dict(zip(self._QKV_PARTS, joined.split(sizes), strict=True)))
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype) | {
+        return super().config_json(dtype) | {
             # By default, DeepSeek's class has experts (from layer first_k_dense_replace on) and latent attention.
             "n_routed_experts": 0,
             "first_k_dense_replace": 100_000,
@@ -128,9 +128,6 @@ class VllmEagle(VllmFormat):
     method = "eagle"
     names = EAGLE_NAMES
 
-    def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype)
-
 
 class VllmEagle3(VllmFormat):
     """Exports `eagle3` under the tensor names of published EAGLE-3 heads.
@@ -141,6 +138,7 @@ class VllmEagle3(VllmFormat):
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"
     names = EAGLE3_NAMES
+    added = ("t2d",)
     head: Eagle3Config
 
     def tensors(self, state: Tensors) -> Tensors:
@@ -149,13 +147,10 @@ class VllmEagle3(VllmFormat):
             tensors["t2d"] = membership(tensors["d2t"], self.target.vocab_size)
         return tensors
 
-    def state(self, tensors: Tensors) -> Tensors:
-        return super().state({name: tensor for name, tensor in tensors.items() if name != "t2d"})
-
     def config_json(self, dtype: str) -> dict[str, Any]:
         layers, num_layers = Eagle3Head.resolve_capture_layers(self.head, self.target), self.target.num_hidden_layers
         is_default = layers == (2, num_layers // 2, num_layers - 3)
-        return self.llama_config(dtype) | {
+        return super().config_json(dtype) | {
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
             "num_aux_hidden_states": len(layers),
             "norm_before_fc": self.head.norm_before_fc,
@@ -247,7 +242,7 @@ class VllmDflash(VllmFormat):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         layers = DflashHead.resolve_capture_layers(self.head, self.target)
-        return self.llama_config(dtype) | {
+        return super().config_json(dtype) | {
             "model_type": "qwen3",
             "num_hidden_layers": self.head.num_layers,
             "num_target_layers": self.target.num_hidden_layers,
