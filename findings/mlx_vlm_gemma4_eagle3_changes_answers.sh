@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# mlx-vlm's EAGLE-3 with a draft vocabulary changes the greedy answers of Gemma 4.
+# mlx-vlm's EAGLE-3 changes the greedy answers of Gemma 4 once a sliding window is full, and with a draft vocabulary.
 #
 # Versions: mlx and mlx-cpu 0.32.4, mlx-lm 0.32.2, mlx-vlm 0.7.10, Python 3.11, Linux; a random Gemma 4 and random heads.
 # Expected: drafts change no greedy answer, whatever the head's vocabulary is.
-# Behaviour: for targets with `logits_from_hidden`, drafts are compared with the target's most likely token among those of the draft
+# Behaviour: rejected drafts cannot be taken out of a RotatingKVCache that is full; other classes replay its updates in a transaction,
+#   which `_eagle3_verify_target` does not start for Gemma 4. With 5 drafts a mask may also not fit its keys (ValueError). For targets with `logits_from_hidden`, drafts are compared with the target's most likely token among those of the draft
 #   vocabulary and the ends (`_eagle3_verify_target_hot`). Where the target would write another token, a draft is accepted that it
 #   would not write. Acceptance looks better than it is.
-# Seen: 10 of 10 answers are equal with the whole vocabulary, fewer than 10 with half of it.
+# Seen: 10 of 10 answers are equal with the whole vocabulary and a window that is not full, fewer than 10 with a window of 8 tokens, and
+#   with half of the vocabulary.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -52,9 +54,9 @@ def built(config):
     return model
 
 
-mx.random.seed(0)
-target = built(TARGET)
-for size in (VOCAB, 40):
+for size, window in ((VOCAB, 512), (VOCAB, 8), (40, 512)):
+    mx.random.seed(0)
+    target = built(TARGET | {"text_config": TEXT | {"sliding_window": window}})
     draft, equal = built(head(size)), 0
     for seed in range(PROMPTS):
         mx.random.seed(seed)
@@ -64,10 +66,11 @@ for size in (VOCAB, 40):
         drafting = {"draft_model": draft, "draft_kind": "eagle3", "draft_block_size": 4}
         drafted = [int(token) for token, _ in generate_step(prompt, target, None, None, **settings, **drafting)]
         equal += plain == drafted
-    print(f"SEEN draft vocabulary {size} of {VOCAB}: {equal if equal == PROMPTS else 'fewer than 10'} of {PROMPTS} answers equal")
+    print(f"SEEN draft vocabulary {size} of {VOCAB}, window {window}: {equal if equal == PROMPTS else 'fewer than 10'} of {PROMPTS} answers equal")
 PYTHON
 "$folder/venv/bin/python" "$folder/run.py" "$folder" 2>"$folder/errors" | grep SEEN | tee "$folder/seen" || cat "$folder/errors"
 diff "$folder/seen" - <<'SEEN' && echo "as described"
-SEEN draft vocabulary 80 of 80: 10 of 10 answers equal
-SEEN draft vocabulary 40 of 80: fewer than 10 of 10 answers equal
+SEEN draft vocabulary 80 of 80, window 512: 10 of 10 answers equal
+SEEN draft vocabulary 80 of 80, window 8: fewer than 10 of 10 answers equal
+SEEN draft vocabulary 40 of 80, window 512: fewer than 10 of 10 answers equal
 SEEN

@@ -1,9 +1,10 @@
 """The interface of an engine, which each implements in a file or folder of its own. `table.ENGINES` names them all."""
 
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -14,13 +15,24 @@ from transformers import PreTrainedConfig
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.engines.process import made_python, printed_by
-from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests, Speeds
+from mtptrain.engines.process import EngineCrashed, find_python, made_python, printed_by, run_worker, warn_of_version
+from mtptrain.engines.requests import (
+    EngineCounts,
+    EngineRun,
+    Load,
+    LoadResult,
+    Questions,
+    Requests,
+    Speeds,
+    accepted_within,
+    load_result,
+)
 from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words
+from mtptrain.utils.errors import UserError, warn
 
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
@@ -286,3 +298,80 @@ class RunningEngine(Engine):
     def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str] | None:
         """Returns the contents of a file with the fastest K at each batch size and its command, if there is one."""
         return None
+
+
+class WorkerEngine(RunningEngine):
+    """An engine that a worker asks in the engine's own Python, whose servers take no token ids or report no rounds."""
+
+    advice = "export the head again"
+    worker: Path
+    """The worker's file, in a folder that is named as the engine in `export.engine`."""
+    packages: Mapping[str, str]
+    """The packages that the worker needs, and the versions that exports are written for."""
+    rule: str
+    """How the engine counts, as a report says it."""
+    num_last = 0
+    """Number of tokens at the end of an answer that never count as accepted drafts."""
+    one_at_a_time: Sequence[str]
+    """The heads with which it decodes one request at a time."""
+
+    @property
+    def find(self) -> str:
+        """Code that prints the versions of the packages, and fails without them."""
+        return f"from importlib.metadata import version; print(*map(version, {[*self.packages]}))"
+
+    def find_program(self, serving: ServingConfig) -> Path:
+        packages = " ".join(f"{name}=={version}" for name, version in self.packages.items())
+        python, version = find_python(serving.program, self.worker.parent.name, self.name, packages, self.find)
+        if version != (tested := " ".join(self.packages.values())):
+            warn_of_version(" ".join(self.packages), tested, version, f"serving.program={python}")
+        return python
+
+    def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
+        if concurrency > 1 and head_name in self.one_at_a_time:
+            raise UserError(
+                f"serving_bench.concurrency: must be [1] with head {head_name} in {self.name}, which decodes one "
+                f"request at a time with it, but goes up to {concurrency}; set serving_bench.concurrency=[1]"
+            )
+
+    def job(self, served: Served, num_drafts: int, scratch_dir: Path) -> dict[str, Any]:
+        """Returns what all jobs of the worker have. It may keep files in `scratch_dir`."""
+        return {
+            "target": str(served.target.directory),
+            "head": str(served.head_dir),
+            "method": served.facts.get("method"),
+            "dtype": served.dtype,
+            "num_speculative_tokens": num_drafts,
+        }
+
+    def work(self, served: Served, mode: str, job: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the versions of the packages, and the worker's results for a job. One that crashes is started again."""
+        try:
+            results = run_worker(served.program, self.worker, mode, job, self.name)
+        except EngineCrashed as crash:
+            warn(f"{self.name} crashed, and is started once more: {crash}")
+            results = run_worker(served.program, self.worker, mode, job, self.name)
+        return printed_by(served.program, self.find) or "", results
+
+    def decode(self, served: Served, job: Mapping[str, Any], asked: Sequence[Questions]) -> list[EngineRun]:
+        version, results = self.work(served, "decode", {**job, "asked": [each._asdict() for each in asked]})
+        counts = [EngineCounts.of_rounds(each["accepted"], job["num_speculative_tokens"]) for each in results]
+        return [
+            EngineRun(version, each["tokens"], count, each["accepted"], each.get("chat_ids"))
+            for each, count in zip(results, counts, strict=True)
+        ]
+
+    def generate(self, served: Served, num_drafts: int, asked: Sequence[Questions]) -> list[EngineRun]:
+        with tempfile.TemporaryDirectory(prefix="mtptrain-worker-") as directory:
+            return self.decode(served, self.job(served, num_drafts, Path(directory)), asked)
+
+    def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
+        return EngineCounts.of_rounds(accepted_within(generations, self.num_last), num_drafts), self.rule
+
+    def run_loads(
+        self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
+    ) -> tuple[str, list[LoadResult]]:
+        job = self.job(served, num_drafts, scratch_dir)
+        job |= {"requests": asdict(requests), "loads": [asdict(load) for load in loads]}
+        version, results = self.work(served, "load", job)
+        return version, [load_result(each, num_drafts) for each in results]

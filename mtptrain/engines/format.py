@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.limits import captured_layers
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.settings.heads import HeadConfig, LayerConfig
@@ -70,6 +71,11 @@ class Format(ABC):
         """Sizes of the head's decoder layer. Heads without one do not have them."""
         assert isinstance(self.head, LayerConfig)
         return head_dims(self.head, self.target)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the target that the head reads: id k is the stream after k decoder layers."""
+        return captured_layers(self.head, self.target)
 
     def tensors(self, state: Tensors) -> Tensors:
         """Returns the engine's tensors from the head's `state_dict`."""

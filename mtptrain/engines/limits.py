@@ -1,13 +1,14 @@
 """Has what the engines' `why_not` share: a refusal, and checks of captured layers, sliding windows and sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
+from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig
+from mtptrain.settings.heads import DflashConfig, DraftModelConfig, HeadConfig, LayerConfig
 from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 
@@ -95,6 +96,35 @@ def window_of(model: PreTrainedConfig) -> str | None:
     return (
         None if window is None or window >= model.max_position_embeddings else f"one with a window of {window} tokens"
     )
+
+
+def models_of(head: HeadConfig, target: PreTrainedConfig) -> list[tuple[str, str, PreTrainedConfig]]:
+    """Returns the target, and the model that drafts if there is one, each with the setting and the word for it."""
+    models = [("target.path", "target", target)]
+    if isinstance(head, DraftModelConfig):
+        models.append(("head.init_from", "model", model_config(head, target)))
+    return models
+
+
+def why_not_family(
+    setting: str, kind: str, model: PreTrainedConfig, families: Sequence[str], others: str, windows: str
+) -> Iterator[Refusal]:
+    """Yields why an engine does not serve a model of other families, or one with a sliding window: two reasons."""
+    if model.model_type not in families:
+        yield Refusal(setting, f"a {kind} of one of {', '.join(families)}", f"a {model.model_type}", others)
+    if (value := window_of(model)) is not None:
+        yield Refusal(setting, f"a {kind} without a sliding window", value, windows)
+
+
+def why_not_keys(engine: str, setting: str, kind: str, model: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields two keys of a model's config that some engines do not read: its activation, and biases of attention."""
+    usual = getattr(type(model)(), "hidden_act", None)
+    if getattr(model, "hidden_act", usual) != usual:
+        reason = f"{engine} computes that in this family, whatever the config says"
+        yield Refusal(setting, f"a {kind} with hidden_act={usual}", model.hidden_act, reason)
+    if getattr(model, "attention_bias", False) and model.model_type not in ("llama", "mistral"):
+        reason = f"{engine}'s classes of other families do not load these biases"
+        yield Refusal(setting, f"a {kind} with attention_bias=false, unless it is a Llama", "true", reason)
 
 
 def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> str | None:

@@ -166,10 +166,10 @@ def accepted_within(generations: Sequence[Generation], num_last: int = 0) -> lis
     return accepted
 
 
-def load_result(load: Mapping[str, Any], accepted: Sequence[Sequence[int]], num_drafts: int) -> LoadResult:
-    """Returns the result of a load from what a worker says of it: the times and tokens of the steps of its answers."""
-    answers = [Answer(*each) for each in zip(load["steps_s"], map(sum, load["tokens_of_steps"]), strict=True)]
-    counts = EngineCounts.of_rounds(accepted, num_drafts) if num_drafts else None
+def load_result(load: Mapping[str, Any], num_drafts: int) -> LoadResult:
+    """Returns the result of a load from what a worker says of it: the steps of its answers, and what they accepted."""
+    answers = [Answer(*each) for each in zip(load["steps_s"], load["num_tokens"], strict=True)]
+    counts = EngineCounts.of_rounds(load["accepted"], num_drafts) if num_drafts else None
     return LoadResult(answers, load["duration_s"], counts)
 
 

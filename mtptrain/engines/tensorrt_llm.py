@@ -15,7 +15,6 @@ from mtptrain.engines.base import Engine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal, why_not_captured
 from mtptrain.engines.vllm.formats import VllmDraftModel, VllmEagle3
-from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 
 
@@ -43,7 +42,7 @@ class TensorRtEagle3(VllmEagle3):
     @property
     def engine_layers(self) -> list[int]:
         """Layers as TensorRT-LLM counts them: id k is the output of layer k, from 0."""
-        return [layer - 1 for layer in Eagle3Head.resolve_capture_layers(self.head, self.target)]
+        return [layer - 1 for layer in self.layers]
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         more = {"eagle3_layers_to_capture": self.engine_layers}

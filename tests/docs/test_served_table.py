@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from mtptrain.engines.base import GENERATION_SETTINGS
 from mtptrain.engines.table import engine_of, format_for
 from mtptrain.export import check_tensors, write_head
+from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.target.families import read_target_config
 from tests.mtptrain.engines.conftest import random_head
 from tests.serving.cases import HEADS, SERVED, TARGETS, cases_of
@@ -23,6 +24,7 @@ FAMILIES = {
 MORE_FAMILIES = {
     **{"granite": "Granite", "phi3": "Phi-3", "glm4": "GLM-4", "olmoe": "OLMoE", "gpt_oss": "gpt-oss"},
     **{"glm4_moe": "GLM-4.5", "ernie4_5_moe": "ERNIE-4.5", "qwen3_next": "Qwen3-Next (full attention)"},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_shared"), "Qwen3.5"),
 }
 """Families of which a head or two are served. They have lines below the table instead of columns in it."""
 IN_TABLE = ("mtp", "eagle", "eagle3", "peagle", "medusa", "dflash", "dspark", "dflash2", "draft_model")
@@ -70,11 +72,12 @@ def served_table(directory: Path) -> str:
             if HEADS[head].name in engine_of(engine).formats:
                 cells = [cell(engine, head, name, targets[name], directory / engine / head / name) for name in FAMILIES]
                 lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")
-    families: dict[str, list[str]] = {}
-    for case in cases_of("vllm"):
-        if case.target in MORE_FAMILIES:
-            families.setdefault(case.head, []).append(MORE_FAMILIES[case.target])
-    more = [f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {EQUAL}." for head, names in families.items()]
+    families: dict[str, dict[str, None]] = {}
+    for case, by in ((case, ENGINES[engine]) for engine in ("vllm", "mlx") for case in cases_of(engine)):
+        if case.target in MORE_FAMILIES and case.head in HEAD_CONFIGS:
+            line = f"{by} serves `{case.head}` for"
+            families.setdefault(line, {})[MORE_FAMILIES[case.target]] = None
+    more = [f"{line} {', '.join(names)} too: {EQUAL}." for line, names in families.items()]
     return "\n".join([*lines, "", *more, ""])
 
 

@@ -54,6 +54,12 @@ BREAKS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
         "attention_conv": ("layers.0.attention_conv.base_kernel", lambda kernel: kernel.flip(0, 1)),
         "mlp_conv": ("layers.0.mlp_conv.kernel_projection.weight", torch.neg),
     },
+    "mlx eagle3": {"layer_ids": (CONFIG, one_layer_later), "norm": ("layers.0.hidden_norm.weight", rolled)},
+    "mlx dflash": {
+        "layer_ids": (CONFIG, in_dflash_config(target_layer_ids=[1, 2, 3])),
+        "norm": ("hidden_norm.weight", rolled),
+    },
+    "mlx draft_model": {"norm": ("model.norm.weight", rolled)},
     "dspark_fill_in_one_layer": {"markov_head": ("markov_head.markov_w2.weight", torch.neg)},
 }
 """For each head, by name: a tensor under the engine's name, or config.json, and how it is changed."""

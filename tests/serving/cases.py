@@ -93,6 +93,7 @@ TARGETS = {
     "ernie4_5_moe": TargetKind("ernie4_5_moe", 1.8, ERNIE_EXPERTS),
     "qwen3_next": TargetKind("qwen3_next", 2.0, QWEN3_NEXT),
     "qwen3_5": TargetKind("qwen3_5_text", 1.5, QWEN3_5),
+    "qwen3_5_shared": TargetKind("qwen3_5_text", 1.0, QWEN3_5, shared=0.5, step=0),
 }
 INSIDE: dict[str, Any] = {"capture_layers": [1, 2, 3]}
 BLOCK = INSIDE | {"ttt_steps": 3}
@@ -122,6 +123,7 @@ HEADS: dict[str, HeadConfig] = {
     "medusa": heads.MedusaConfig(ttt_steps=5),
     "medusa_two_layers": heads.MedusaConfig(ttt_steps=3, num_layers=2, fc_bias=True),
     "dflash": heads.DflashConfig(**BLOCK),
+    "dflash_K1": heads.DflashConfig(**INSIDE, ttt_steps=1),
     "dflash_K5": heads.DflashConfig(**INSIDE, ttt_steps=5),
     "dflash_small_vocabulary": heads.DflashConfig(capture_layers=[2, 4], ttt_steps=3, **SMALL),
     "dflash_small_vocabulary_inside": heads.DflashConfig(capture_layers=[1, 3], ttt_steps=3, **SMALL),
@@ -215,9 +217,10 @@ SERVED = {
         "eagle3_small_vocabulary": "qwen3_5",
         "eagle3_own_lm_head": "qwen3_5",
         "eagle3_norms_before": "qwen3_5",
-        "dflash": "*qwen3_5",
-        "dflash_K5": "qwen3_5",
-        "dflash_two_norms": "qwen3_5",
+        "dflash": "*qwen3_5_shared",
+        "dflash_K1": "qwen3_5_shared",
+        "dflash_K5": "qwen3_5_shared",
+        "dflash_two_norms": "qwen3_5_shared",
     },
 }
 """The heads and targets that each engine serves in the tests, `TARGET` or `TARGET:K`. Those with a star are quick."""

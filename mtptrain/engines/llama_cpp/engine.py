@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import Applied, RunningEngine, Served, ServedTarget
-from mtptrain.engines.limits import Refusal, must_be_false, why_not_captured, window_of
+from mtptrain.engines.limits import Refusal, models_of, must_be_false, why_not_captured, why_not_keys, window_of
 from mtptrain.engines.llama_cpp import formats
 from mtptrain.engines.llama_cpp.formats import ARCHITECTURE_OF
 from mtptrain.engines.llama_cpp.server import (
@@ -84,18 +84,11 @@ class LlamaCpp(RunningEngine):
         if (value := window_of(target)) is not None:
             reason = "its window in llama.cpp has not been compared with ours"
             yield Refusal("target.path", "a target without a sliding window", value, reason)
-        must_be, value, reason = "", None, ""
-        if getattr(target, "hidden_act", "silu") != "silu":
-            must_be, value = "hidden_act=silu", target.hidden_act
-            reason = "llama.cpp computes silu in every family that is known here"
-        elif getattr(target, "attention_bias", False) and not is_llama(target):
-            must_be, value = "attention_bias=false, unless it is a Llama", "true"
-            reason = "llama.cpp's classes of other families do not load these biases"
-        elif getattr(target, "norm_topk_prob", None) is False:
-            must_be, value = "norm_topk_prob=true", "false"
+        for each in models_of(head, target):
+            yield from why_not_keys(self.name, *each)
+        if getattr(target, "norm_topk_prob", None) is False:
             reason = "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says"
-        if value is not None:
-            yield Refusal("target.path", f"a target with {must_be}", value, reason)
+            yield Refusal("target.path", "a target with norm_topk_prob=true", "false", reason)
         if isinstance(head, Dflash2Config) and head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size:
             must_be = "k with k (k + 1) of at most the target's hidden size"
             reason = "llama.cpp passes the candidates and the scores of all pairs where a state would be"

@@ -18,10 +18,9 @@ from mtptrain.data.draft_vocab import offsets
 from mtptrain.engines.format import LAYER_PARTS, Format
 from mtptrain.engines.llama_cpp.server import HEAD_FILE, HOST_SAMPLING, draft_arguments
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
+from mtptrain.heads.dflash import block_size, layer_kinds
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
-from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
 from mtptrain.settings.heads import (
     Dflash2Config,
@@ -221,7 +220,7 @@ class LlamaCppEagle3(GgufFormat):
 
     def method_settings(self) -> dict[str, Any]:
         return {
-            "target_layers": list(Eagle3Head.resolve_capture_layers(self.head, self.target)),
+            "target_layers": list(self.layers),
             "target_hidden_size": self.target.hidden_size,
             "norm_before_fc": self.head.norm_before_fc,
             "norm_before_residual": self.head.norm_before_residual,
@@ -283,7 +282,7 @@ class LlamaCppDflash(WithTokenizer):
         return tensors
 
     def method_settings(self) -> dict[str, Any]:
-        layers, kinds = list(DflashHead.resolve_capture_layers(self.head, self.target)), layer_kinds(self.head)
+        layers, kinds = list(self.layers), layer_kinds(self.head)
         settings: dict[str, Any] = {"block_size": block_size(self.head), "target_layers": layers}
         if self.is_like_dspark:
             settings |= {"sample_from_anchor": True, "has_confidence_head": False}

@@ -11,12 +11,10 @@ from typing import Any
 from mtptrain.engines.exports import LAYER_IDS
 from mtptrain.engines.format import LAYER_PARTS, Format
 from mtptrain.engines.vllm.formats import VllmDflash, VllmDraftModel, VllmEagle3
-from mtptrain.heads.base import Tensors
-from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
 
-WITH_WHOLE_PROMPT = """\
+PROGRAM = """\
 python - {target} {directory} <<'END'
 import sys
 from mlx_vlm import load, stream_generate
@@ -68,9 +66,9 @@ class MlxHead(Format):
     """The format of a head for mlx-vlm, which counts the newest token in a block of drafts."""
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        draft = ["--draft-model", str(directory), "--draft-kind", self.method]
-        draft += ["--draft-block-size", str(num_speculative_tokens + 1)]
-        return shlex.join(["mlx_vlm.server", "--model", target, *draft])
+        """Returns a program, because `mlx_vlm.server` hides the prompt from some heads."""
+        paths = {"target": shlex.quote(target), "directory": shlex.quote(str(directory))}
+        return PROGRAM.format(**paths, block_size=num_speculative_tokens + 1)
 
     def notes(self) -> list[str]:
         return [
@@ -87,10 +85,6 @@ class MlxEagle3(MlxHead, VllmEagle3):
 
     architecture = "Eagle3Speculator"
     names = {part: f"layers.0.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}  # noqa: RUF012
-    copies_name = "model-target.safetensors"
-
-    def tensors(self, state: Tensors) -> Tensors:
-        return {name: tensor for name, tensor in super().tensors(state).items() if name != "t2d"}
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return {
@@ -101,23 +95,18 @@ class MlxEagle3(MlxHead, VllmEagle3):
             "draft_vocab_size": self.head.draft_vocab_size or self.target.vocab_size,
             "norm_before_fc": self.head.norm_before_fc,
             "norm_before_residual": self.head.norm_before_residual,
-            LAYER_IDS: list(Eagle3Head.resolve_capture_layers(self.head, self.target)),
+            LAYER_IDS: list(self.layers),
             "tie_word_embeddings": False,
             "dtype": dtype,
         }
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add what mlx-vlm does not load a head without, though it drafts with the target's own embeddings."""
-        parts, copies = load_frozen_parts(target_dir), {}
-        copies["embed_tokens.weight"] = parts.embed_tokens
-        if self.head.draft_vocab_size is None:
-            copies["lm_head.weight"] = parts.lm_head
-        save_tensors(directory / self.copies_name, copies)
-
-    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        """Returns a program, because mlx-vlm's server hides the prompt from the head."""
-        paths = {"target": shlex.quote(target), "directory": shlex.quote(str(directory))}
-        return WITH_WHOLE_PROMPT.format(**paths, block_size=num_speculative_tokens + 1)
+        parts = load_frozen_parts(target_dir)
+        copies = {"embed_tokens.weight": parts.embed_tokens}
+        if self.head.draft_vocab_size is None:  # a file cannot hold one tensor under two names
+            copies["lm_head.weight"] = parts.lm_head.clone()
+        save_tensors(directory / "model-target.safetensors", copies)
 
     def notes(self) -> list[str]:
         return [
@@ -133,8 +122,10 @@ class MlxDflash(MlxHead, VllmDflash):
     """Exports `dflash`, as for vLLM."""
 
     def notes(self) -> list[str]:
-        shorter = (
+        notes = [
+            f"`mlx_vlm.server --draft-kind dflash --draft-block-size {self.head.ttt_steps + 1}`, with `--model` and "
+            "`--draft-model`, serves it too.",
             "With more than 3 drafts, mlx-vlm shortens blocks after rounds that accept little (to 3 drafts at least), "
-            "and then accepts fewer tokens in a round than mtptrain measured."
-        )
-        return [shorter] * (self.head.ttt_steps > 3) + super().notes()
+            "and then accepts fewer tokens in a round than mtptrain measured.",
+        ]
+        return notes[: 2 if self.head.ttt_steps > 3 else 1] + super().notes()

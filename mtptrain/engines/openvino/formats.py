@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from mtptrain.engines.format import Format
 from mtptrain.engines.vllm.formats import VllmDflash, VllmDraftModel, VllmEagle3
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.eagle3 import Eagle3Head
-from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import FILE, PENALTIES, as_words, read_generation
 from mtptrain.utils.errors import warn
@@ -51,13 +48,15 @@ FAILS_WITH_PENALTIES = (
 
 
 class OpenvinoFormat(Format):
-    hidden_layers: tuple[int, ...] = ()
-    """Layers that must be written into the converted head."""
+    @property
+    def hidden_layers(self) -> list[int]:
+        """Layers that must be written into the converted head."""
+        return []
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         program = RUN.format(num_speculative_tokens=num_speculative_tokens)
         if self.hidden_layers:
-            program = SET_LAYERS.format(layers=list(self.hidden_layers)) + program
+            program = SET_LAYERS.format(layers=self.hidden_layers) + program
         return (
             f"{CONVERT} -m {shlex.quote(target)} target_openvino\n"
             f"{CONVERT} --trust-remote-code -m {shlex.quote(str(directory))} head_openvino\n"
@@ -86,12 +85,13 @@ class OpenvinoFormat(Format):
 class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
     """Exports `eagle3`, always with an lm_head and d2t, because optimum's class has both."""
 
-    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
-        super().__init__(head, target)
-        self.layers = Eagle3Head.resolve_capture_layers(self.head, target)
-        # OpenVINO's id k is the stream after k + 1 decoder layers.
-        self.hidden_layers = tuple(layer - 1 for layer in self.layers)
-        self.vocab_size = self.head.draft_vocab_size or int(target.vocab_size)
+    @property
+    def hidden_layers(self) -> list[int]:
+        return [layer - 1 for layer in self.layers]  # OpenVINO's id k is the stream after k + 1 decoder layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.draft_vocab_size or int(self.target.vocab_size)
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)

@@ -69,32 +69,30 @@ def threads() -> dict[str, Any]:
     return {"INFERENCE_NUM_THREADS": int(number)} if number else {}
 
 
-def version() -> str:
-    found: str = openvino_genai.get_version()
-    return found.split("-")[0]
-
-
-def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the greedy answers, one prompt at a time, and the number of tokens of every step that gave some."""
+def decode(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the greedy answers to questions, one prompt at a time."""
     settings: dict[str, Any] = EXACT | threads()
     draft = openvino_genai.draft_model(job["converted_head"], "CPU", **settings)
     target = openvino_genai.LLMPipeline(
         job["converted_target"], "CPU", draft_model=draft, scheduler_config=scheduler(), **settings
     )
-    config = openvino_genai.GenerationConfig()
-    config.do_sample = False
-    config.apply_chat_template = False
-    config.max_new_tokens = job["max_new_tokens"]
-    config.num_assistant_tokens = job["num_speculative_tokens"]
-    config.ignore_eos = not job["stop_token_ids"]
-    config.eos_token_id = next(iter(job["stop_token_ids"]), -1)
-    config.stop_token_ids = set(job["stop_token_ids"])
-    tokens, steps = [], []
-    for prompt in job["prompts"]:
-        answer = target.generate(openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
-        tokens.append([int(token) for token in answer.tokens[0]])
-        steps.append(list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes))
-    return {"version": version(), "tokens": tokens, "steps": steps}
+    results = []
+    for asked in job["asked"]:
+        config = openvino_genai.GenerationConfig()
+        config.do_sample = False
+        config.apply_chat_template = False
+        config.max_new_tokens = asked["max_new_tokens"]
+        config.num_assistant_tokens = job["num_speculative_tokens"]
+        config.ignore_eos = not asked["stop_token_ids"]
+        config.eos_token_id = next(iter(asked["stop_token_ids"]), -1)
+        config.stop_token_ids = set(asked["stop_token_ids"])
+        prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in asked["prompts"]]
+        answers = [target.generate(prompt, config) for prompt in prompts]
+        metrics = [answer.extended_perf_metrics.main_model_metrics.raw_metrics for answer in answers]
+        # The first step reads the prompt. In every other one, the last token is the target's own.
+        accepted = [[num_tokens - 1 for num_tokens in each.m_batch_sizes[1:]] for each in metrics]
+        results.append({"tokens": [list(map(int, answer.tokens[0])) for answer in answers], "accepted": accepted})
+    return results
 
 
 @dataclass(eq=False)
@@ -136,7 +134,8 @@ def run_load(pipeline: Any, load: dict[str, Any], requests: dict[str, Any], num_
     return {
         "duration_s": duration_s,
         "steps_s": [request.steps_s for request in started],
-        "tokens_of_steps": [request.tokens_of_steps for request in started],
+        "num_tokens": [sum(request.tokens_of_steps) for request in started],
+        "accepted": [[num - 1 for num in request.tokens_of_steps[1:]] for request in started],
     }
 
 
@@ -150,13 +149,12 @@ def generation_config(pipeline: Any, requests: dict[str, Any], num_drafts: int) 
     return config
 
 
-def run_loads(job: dict[str, Any]) -> dict[str, Any]:
+def run_loads(job: dict[str, Any]) -> list[dict[str, Any]]:
     draft, num_drafts = {}, job["num_speculative_tokens"]
     if num_drafts:
         draft["draft_model"] = openvino_genai.draft_model(job["converted_head"], "CPU", **threads())
     pipeline = openvino_genai.ContinuousBatchingPipeline(job["converted_target"], scheduler(), "CPU", draft | threads())
-    results = [run_load(pipeline, load, job["requests"], num_drafts) for load in job["loads"]]
-    return {"version": version(), "results": results}
+    return [run_load(pipeline, load, job["requests"], num_drafts) for load in job["loads"]]
 
 
 if __name__ == "__main__":

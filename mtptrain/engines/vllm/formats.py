@@ -22,10 +22,9 @@ from mtptrain.engines.limits import is_mimo
 from mtptrain.engines.mimo import MimoLayer
 from mtptrain.engines.target_files import add_target_files
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.dflash import FULL, DflashHead, layer_types
+from mtptrain.heads.dflash import FULL, layer_types
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
-from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
 from mtptrain.settings.heads import (
@@ -148,17 +147,17 @@ class VllmEagle3(VllmFormat):
         return tensors
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers, num_layers = Eagle3Head.resolve_capture_layers(self.head, self.target), self.target.num_hidden_layers
-        is_default = layers == (2, num_layers // 2, num_layers - 3)
+        num_layers = self.target.num_hidden_layers
+        is_default = self.layers == (2, num_layers // 2, num_layers - 3)
         return super().config_json(dtype) | {
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
-            "num_aux_hidden_states": len(layers),
+            "num_aux_hidden_states": len(self.layers),
             "norm_before_fc": self.head.norm_before_fc,
             "fc_norm": self.head.fc_norm,
             "norm_output": self.head.norm_output,
             "norm_before_residual": self.head.norm_before_residual,
             # Engines number layers differently but agree on the default layers, so these are left out.
-            **({} if is_default else self.layer_ids(layers)),
+            **({} if is_default else self.layer_ids(self.layers)),
         }
 
     def layer_ids(self, layers: tuple[int, ...]) -> dict[str, Any]:
@@ -241,7 +240,6 @@ class VllmDflash(VllmFormat):
     head: DflashConfig
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers = DflashHead.resolve_capture_layers(self.head, self.target)
         return super().config_json(dtype) | {
             "model_type": "qwen3",
             "num_hidden_layers": self.head.num_layers,
@@ -258,7 +256,7 @@ class VllmDflash(VllmFormat):
             "dflash_config": {
                 "mask_token_id": mask_token_id(self.head.mask_token_id, self.target.vocab_size),
                 # Here engines number layer outputs from 0: id k is the stream after k + 1 decoder layers.
-                "target_layer_ids": [layer - 1 for layer in layers],
+                "target_layer_ids": [layer - 1 for layer in self.layers],
             },
         }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from mtptrain.engines.table import ENGINES, engine_of, format_for
@@ -145,3 +146,11 @@ def test_a_penalty_of_the_target_is_named_that_openvino_fails_with(
     state = random_head(config, read_target_config(target_dir)).state_dict()
     export_head(tmp_path / "head", "openvino", config, state, target_dir)
     assert any("repetition_penalty 1.05" in str(each.message) for each in recwarn) == warns
+
+
+def test_a_head_gets_copies_of_embeddings_and_lm_head_that_the_target_ties(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", "qwen3_5_text", num_hidden_layers=4)
+    target, head = read_target_config(tmp_path / "target"), head_config("eagle3")
+    export_head(tmp_path / "head", "mlx", head, random_head(head, target).state_dict(), tmp_path / "target")
+    copies = load_file(tmp_path / "head/model-target.safetensors")
+    assert torch.equal(copies["lm_head.weight"], copies["embed_tokens.weight"])
