@@ -147,7 +147,7 @@ def test_an_engines_name_is_in_its_own_file_the_table_and_the_settings_alone() -
     """vLLM is left out: it also extracts hidden states, and heads are described by what it computes."""
     shared = {"mtptrain.engines.table", "mtptrain.settings.evaluation"}
     readers = {"sglang": {"mtptrain.init_from.readers"}, "llama_cpp": {"mtptrain.settings.data"}}
-    for engine in ("sglang", "llama_cpp", "openvino", "tensorrt_llm"):
+    for engine in ("sglang", "llama_cpp", "openvino", "mlx", "tensorrt_llm"):
         found = {name for name, path in modules(ROOT).items() if engine in path.read_text()}
         others = {name for name in found if not name.startswith(f"mtptrain.engines.{engine}")}
         assert others == shared | readers.get(engine, set()), engine

@@ -345,7 +345,7 @@ class WorkerEngine(RunningEngine):
         }
 
     def work(self, served: Served, mode: str, job: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the versions of the packages, and the worker's results for a job. One that crashes is started again."""
+        """Returns the packages' versions, and the worker's results for a job. One that crashes is started once more."""
         try:
             results = run_worker(served.program, self.worker, mode, job, self.name)
         except EngineCrashed as crash:
