@@ -73,7 +73,8 @@ REFUSED: list[Case] = [
     ("mlx", "dflash", {"draft_vocab_size": 64}, *QWEN3_5, "head.draft_vocab_size: must be null to export head dfl"),
     ("mlx", "dflash", {"sliding_window": 9}, *QWEN3_5, "must be one without windows and causal layers to export"),
     ("mlx", "dflash", {"sample_from_anchor": True}, *QWEN3_5, "head.sample_from_anchor: must be false to export"),
-    ("mlx", "dflash2", {}, *QWEN3_5, "export.engine: must be vllm or sglang to export head dflash2"),
+    *(("mlx", name, {}, *QWEN3_5, f"to export head {name} for mlx, but is mlx: mtptrain does not write this head for")
+      for name in ("dflash2", "dspark", "native_mtp", "peagle", "eagle", "medusa")),
     ("mlx", "draft_model", {}, *QWEN3_5, "must be a target of one of deepseek_v3, dots1, ern"),
     ("mlx", "draft_model", {}, "glm", {"pad_token_id": 0}, "must be a target of one of deepseek_v3, dots1, ern"),
     ("mlx", "draft_model", {}, "llama", {"hidden_act": "gelu"}, "must be a target with hidden_act=silu to"),
@@ -92,6 +93,10 @@ def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
 ) -> None:
     target_config("mistral", sliding_window=64).save_pretrained(tmp_path / "mistral")  # of a draft model
     monkeypatch.chdir(tmp_path)
+    scaled = target_config(rope_parameters=YARN_ROPE, _name_or_path="scaled")
+    scaled.save_pretrained("scaled")
+    with pytest.raises(UserError, match=r'add the entries {"rope_scaling": {.*"factor": .*} to scaled/config\.json'):
+        format_for("mlx", head_config("draft_model"), scaled)
     for engine, name, head, family, target, message in REFUSED:
         with pytest.raises(UserError) as refused:
             format_for(engine, head_config(name, **head), target_config(family, **target))
