@@ -13,6 +13,7 @@ from mtptrain.data.conversation import ConversationRefused, short_hash
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.row_files import Row
 from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over
+from mtptrain.data.text_files import read_text_files
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
@@ -20,7 +21,6 @@ from .conversations import Source, read_conversations, row_name
 from .near_duplicates import join_near_duplicates
 from .renderings import EncodedItem, Encoding, check_chat_template
 from .responses.store import read_responses
-from .text_files import read_text_files
 
 
 def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> tuple[Source, list[str]]:

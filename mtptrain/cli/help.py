@@ -40,7 +40,7 @@ def print_help(stage: str, arguments: Sequence[str]) -> None:
         names = sorted(HEAD_CONFIGS) if group == "head" else sorted(x.stem for x in Path(RECIPES, group).glob("*.yaml"))
         print(*wrap(f"{group}={', '.join(names)}", WIDTH, subsequent_indent="    "), sep="\n")
     print(f"\nSettings, {values}, and what they mean. Those of a section are given as SECTION.NAME=VALUE.")
-    sections = settings_of(stage) if stage in ("run", "plan") else STAGES[stage].reads
+    sections = settings_of(stage) if stage in ("run", "plan") else STAGES[stage].reads + STAGES[stage].also_shows
     kinds = {each.name: HEAD_CONFIGS.get(head) if each.name == "head" else each.type for each in fields(PipelineConfig)}
     own = [each for each in fields(PipelineConfig) if not is_dataclass(kinds[each.name])]
     print(*rows(PipelineConfig, [x for x in own if x.name != "deepspeed" or x.name in sections], given), sep="\n")

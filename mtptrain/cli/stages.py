@@ -31,6 +31,8 @@ class Stage:
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
     reads: tuple[str, ...] = ()
     """The entries of the config that it reads: those that its help shows and, in a whole run, that shape its output."""
+    also_shows: tuple[str, ...] = ()
+    """Further entries that its help shows, which shape no output: where engines are found."""
     kept: str = KEPT_STAGES
     """The line after Ctrl-C. mtptrain train looks for checkpoints instead."""
     takes_settings: bool = True
@@ -50,6 +52,7 @@ STAGES = {
         lambda config: config.prompts.source == "responses",
         "responses/manifest.json",
         ("seed", "target", "prompts", "responses"),
+        ("serving",),
         "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     ),
     "prompts": Stage(
@@ -75,6 +78,7 @@ STAGES = {
         _always,
         "hidden_states/manifest.json",
         ("target", "head", "hidden_states"),
+        ("serving",),
         "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     ),
     "train": Stage(

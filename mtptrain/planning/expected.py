@@ -1,17 +1,18 @@
 """Estimates the documents of `prompts.paths` before mtptrain prompts has made them, and before anything long.
 
 The rows of the files that are here are counted; of each file, some rows at equal distances are rendered in the target's
-chat template. Of data sets on the hub nothing is read.
+chat template. A text file has at most as many tokens as bytes. Of data sets on the hub nothing is read.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
+from pyarrow.dataset import dataset
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
@@ -19,10 +20,12 @@ from mtptrain.data.chat_template import render_text, require_chat_template, toke
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import RowFormat, parse_row
+from mtptrain.data.text_files import find_text_files
 from mtptrain.utils.errors import UserError
 
 MOST_RENDERED = 64
 """Number of rows of a file that are rendered."""
+PARQUET = ".parquet"
 MOST_BYTES = 2**30
 """Size of a file that is read; a larger one is left to mtptrain prompts."""
 
@@ -49,10 +52,17 @@ class _Size(NamedTuple):
     answers: int
 
 
+def expected_texts(prompts: PromptsConfig) -> Expected:
+    """Returns what text files make if every byte, and the beginning of a text, is a token."""
+    files, _ = find_text_files(prompts.paths, prompts.pattern, prompts.exclude)
+    sizes = [1 + path.stat().st_size for path in files.values()]
+    return _joined(prompts, [_Size(each, each, 0) for each in sizes], np.ones(len(sizes)))
+
+
 def expected_documents(
     prompts: PromptsConfig, max_new_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> Expected | None:
-    """Returns what the files make; None if one of the paths is no file of JSON that is here.
+    """Returns what the files make; None if one of the paths is not here.
 
     Raises UserError if the target has no chat template to render them, or if no row of a file can be rendered.
     """
@@ -63,8 +73,7 @@ def expected_documents(
         require_chat_template(tokenizer)
     sizes, weights = list[_Size](), list[float]()
     for path in paths:
-        rows = [(number, row) for number, row in enumerate(read_json_rows(path), 1) if row is not BLANK]
-        chosen = [rows[i * len(rows) // MOST_RENDERED] for i in range(MOST_RENDERED)] if rows[MOST_RENDERED:] else rows
+        num_rows, chosen = _some_rows(path)
         found, refused = list[_Size](), list[str]()
         for number, row in chosen:
             try:
@@ -78,13 +87,28 @@ def expected_documents(
                 "prompts.schema, prompts.roles or the chat template of target.path"
             )
         sizes += found
-        weights += [len(rows) / len(chosen)] * len(found)
+        weights += [num_rows / len(chosen)] * len(found)
     return _joined(prompts, sizes, np.array(weights))
 
 
 def _is_read(path: Path) -> bool:
-    is_json = path.name.removesuffix(".gz").endswith(SUFFIXES)
-    return is_json and path.is_file() and path.stat().st_size <= MOST_BYTES
+    is_read = path.name.removesuffix(".gz").endswith((*SUFFIXES, PARQUET))
+    return is_read and path.is_file() and path.stat().st_size <= MOST_BYTES
+
+
+def _some(items: Sequence[Any]) -> Sequence[Any]:
+    """Returns `MOST_RENDERED` items at equal distances, or all if there are no more."""
+    return [items[i * len(items) // MOST_RENDERED] for i in range(MOST_RENDERED)] if items[MOST_RENDERED:] else items
+
+
+def _some_rows(path: Path) -> tuple[int, list[tuple[int, Row]]]:
+    """Returns the number of rows of a file, and some of them with their numbers, from 1."""
+    if path.suffix == PARQUET:
+        rows = dataset(path)
+        numbers = _some(range(rows.count_rows()))
+        return rows.count_rows(), [(i + 1, row) for i, row in zip(numbers, rows.take(numbers).to_pylist(), strict=True)]
+    numbered = [(number, row) for number, row in enumerate(read_json_rows(path), 1) if row is not BLANK]
+    return len(numbered), list(_some(numbered))
 
 
 def _size(row: Row, prompts: PromptsConfig, max_new_tokens: int, tokenizer: PreTrainedTokenizerBase) -> _Size:

@@ -9,7 +9,6 @@ run, it renders some rows of the files of `prompts.paths`. Without files, every 
 """
 
 import math
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.cli.stages import is_served
-from mtptrain.config import Backend, PipelineConfig, PromptSource, StoreDtype
+from mtptrain.config import AnsweringEngine, Backend, PipelineConfig, PromptSource, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
+from mtptrain.data.text_files import text_directory
 from mtptrain.decoding.export_proof import proof_bytes
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
@@ -32,7 +32,7 @@ from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
-from mtptrain.planning.expected import Expected, expected_documents
+from mtptrain.planning.expected import Expected, expected_documents, expected_texts
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import train_dtype, with_fp32_sums
 from mtptrain.target.families import read_target_config, routed_experts
@@ -57,8 +57,8 @@ EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
 below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
 CPU_SHARE = 0.25
 """Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
-ANSWER_SHARES = {"transformers": 0.003, "server": 0.2}
-"""Shares of a GPU's peak that writing responses reaches, by what writes them. Our own loop wrote 8,757 tokens/s of a
+ENGINE_ANSWERS, OWN_ANSWERS = (0.2, "published for vLLM"), (0.003, "measured with our own loop")
+"""Shares of a GPU's peak that writing responses reaches, and their origin. Our own loop wrote 8,757 tokens/s with a
 target of 135M parameters on an H200; vLLM is published with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
 
 
@@ -76,6 +76,7 @@ class Plan:
         self.captured = kind.resolve_capture_layers(config.head, self.target_config)
         check_store_dtype(config.hidden_states.store_dtype, self.captured)
         self.target = target_costs(self.target_config)
+        self.on_gpu = config.planner.gpu_tflops > 0 or torch.cuda.is_available()
         with torch.device("meta"):
             self.head = build_head(config.head, self.target_config)
         self._count_documents()
@@ -100,13 +101,13 @@ class Plan:
             self.longest_tokens, self.mean_tokens, _, self.least_tokens = self.expected[3:]
             self.rows["documents"] = (
                 f"about {self.num_documents:,} with at most {self.num_tokens:,} tokens, {self.num_supervised:,} "
-                f"supervised, by the rows of prompts.paths; the longest has at most {self.longest_tokens:,}"
+                f"supervised, by prompts.paths; the longest has at most {self.longest_tokens:,}"
             )
             return
         if not path.exists():
             self.rows["documents"] = (
                 f"{'at most' if prompts.max_train_tokens else 'an assumed'} {self.num_tokens:,} tokens in documents of "
-                f"up to {self.longest_tokens:,}, all supervised (not counted yet: mtptrain prompts has not been run)"
+                f"up to {self.longest_tokens:,}, all supervised (mtptrain prompts counts them, also on the hub)"
             )
             return
         documents = Documents.load(require_prompts(path.parent, path.name))
@@ -121,8 +122,10 @@ class Plan:
 
     def _expected(self) -> Expected | None:
         config = self.config
-        if config.prompts.source is PromptSource.text_files or not any(map(os.path.isfile, config.prompts.paths)):
+        if not config.prompts.paths or not all(text_directory(path).exists() for path in config.prompts.paths):
             return None
+        if config.prompts.source is PromptSource.text_files:
+            return expected_texts(config.prompts)
         directory = tokenizer_dir(config.target.path, config.target.revision)
         target = TargetFiles(directory, template_kwargs=config.prompts.template_kwargs)
         return expected_documents(config.prompts, config.responses.max_new_tokens, target.tokenizer)
@@ -279,9 +282,8 @@ class Plan:
         """Returns the bytes of activations in training, for values of `width` bytes and with changed settings."""
         train = replace(self.config.train, **changed)
         self.head.activation_checkpointing = train.activation_checkpointing
-        on_gpu = self.config.planner.gpu_tflops > 0 or torch.cuda.is_available()
         packing = self._micro_batch(self.longest_tokens)
-        return activation_bytes(self.head, self.target_config, packing, width, LossSettings.of(train), on_gpu)
+        return activation_bytes(self.head, self.target_config, packing, width, LossSettings.of(train), self.on_gpu)
 
     def _what_saves(self, width: int) -> str:
         """Returns the settings that save at least a tenth of the activations, with how much, before other advice."""
@@ -334,9 +336,12 @@ class Plan:
             return
         tokens = self.num_supervised if self.expected is None else self.expected.answers
         flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
-        share = ANSWER_SHARES["server" if is_served(config) else "transformers"]
+        is_auto = self.on_gpu and config.responses.engine is AnsweringEngine.auto
+        share, known = ENGINE_ANSWERS if is_served(config) or is_auto else OWN_ANSWERS
+        known = (known if self.on_gpu else "assumed") + ", which auto takes if it is installed" * is_auto
         measured = planner.responses_tokens_per_s
         self._add_time("responses", tokens, measured, flops, share, planner.num_gpus, dtype, 1, most="at most ")
+        self.rows["time of responses"] += "" if measured else f": {known}"
 
     def _plan_time(self) -> None:
         settings, train, planner = self.config.hidden_states, self.config.train, self.config.planner
@@ -384,7 +389,7 @@ def tokens_per_s(
     rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
     if 0 < disk_rate < rate:
         return disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
-    return rate, f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {where}"
+    return rate, f"limited by {flops / 1e9:,.3g} GFLOP/token at {100 * share:g}% of {where}"
 
 
 def print_plan(config: PipelineConfig) -> None:

@@ -133,8 +133,9 @@ class ResponsesConfig:
     """The target's model name on the server; null uses the server's only model."""
     concurrency: int | None = at_least(1, default=None)
     """Number of conversations in flight at each server; null is 64 at a `url`, else 256 on GPUs and 16 on a CPU."""
-    batch_size: int = at_least(1, default=8)
-    """With transformers: number of conversations generated together."""
+    batch_size: int | None = at_least(1, default=None)
+    """With transformers: number of conversations generated together; null is 32, but at least 8 and no more than have
+    answers of 16,384 tokens in all. Larger batches are faster, and take more memory."""
     dtype: Dtype = Dtype.auto
     """Dtype of the target, unless a `url` serves it. `auto` is bfloat16 where this machine computes it fast, else
     float32."""
@@ -149,6 +150,11 @@ class ResponsesConfig:
     """Maximum length of a response in tokens. A response that reaches it is the last of its conversation."""
     timeout_s: float = at_least(0.01, default=600.0)
     """Timeout of one request."""
+
+    @property
+    def batch_rows(self) -> int:
+        """`batch_size`, or what null stands for."""
+        return self.batch_size or max(8, min(32, 16_384 // self.max_new_tokens))
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.generation import as_ids
 from mtptrain.target.position_cache import PositionCache, StateCache, TreeSlots
+from mtptrain.utils.cpu import has_bf16_instructions
 from mtptrain.utils.errors import UserError
 
 MOST_ROWS = 32
@@ -27,16 +28,16 @@ MOST_ROWS = 32
 class FrozenLinear:
     """A linear layer whose weights never change, fast on a CPU for a few rows, as a round of drafts has.
 
-    A decoding step is as fast as the weights can be read. torch's fp32 product for more than one row first copies the
-    weights into another layout, so that reading two tokens takes twice as long as reading one, and no draft can pay.
-    This keeps a copy in oneDNN's layout, which takes as much memory as the weights. One row and many rows take torch's
-    own product, as do other dtypes and devices.
+    A decoding step is as fast as the weights can be read. torch's product for more than one row first copies the
+    weights into another layout, so that in fp32 two tokens take twice as long as one, and no draft can pay. This keeps
+    a copy in oneDNN's layout, which takes as much memory as the weights. One row and many rows take torch's own
+    product, as do other devices, and bf16 on a CPU without instructions for it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        is_plain = weight.device.type == "cpu" and weight.dtype is torch.float32
-        self._can_pack = is_plain and torch.backends.mkldnn.is_available()
+        is_fast = weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and has_bf16_instructions())
+        self._can_pack = weight.device.type == "cpu" and is_fast and torch.backends.mkldnn.is_available()
         self._packed: torch.Tensor | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

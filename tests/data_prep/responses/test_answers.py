@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.dialogue import Prompt, Sampling
 from data_prep.responses.target import generate
-from mtptrain.config import PipelineConfig
+from mtptrain.config import PipelineConfig, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.run_dir import Run
 from mtptrain.target.generation import NEUTRAL
@@ -240,3 +240,8 @@ def test_sampling_follows_its_settings_and_its_seed_and_nothing_of_the_checkpoin
     for ids, answer in zip(questions, answers(ends=(), **penalty), strict=True):
         assert model.generate(torch.tensor([ids]), **own)[0, len(ids) :].tolist() == answer
     assert answers(ends=(), **penalty) != answers(ends=(), temperature=0.0)
+
+
+def test_batches_are_larger_where_answers_are_shorter() -> None:
+    assert [ResponsesConfig(max_new_tokens=most).batch_rows for most in (128, 1024, 4096)] == [32, 16, 8]
+    assert ResponsesConfig(batch_size=3).batch_rows == 3

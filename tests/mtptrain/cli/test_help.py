@@ -27,7 +27,8 @@ def test_help_needs_no_recipe_and_fits_a_terminal(stage: str, capsys: pytest.Cap
     print_help(stage, [])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    for section in settings_of(stage) if stage in ("run", "plan") else STAGES[stage].reads:
+    for section in settings_of(stage) if stage in ("run", "plan") else STAGES[stage].reads + STAGES[stage].also_shows:
+        assert stage != "responses" or "serving" in STAGES[stage].also_shows
         assert section in ("seed", "deepspeed") or any(line.startswith((f"{section}:", "head=mtp")) for line in lines)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig
 
 from mtptrain.config import PipelineConfig, StoreDtype
@@ -18,6 +19,12 @@ from mtptrain.target import hub
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, make_tokenizer, succeed
 from tests.published_targets import PUBLISHED_TARGETS
+
+
+@pytest.fixture
+def config_for(config_for: Callable[..., PipelineConfig]) -> Callable[..., PipelineConfig]:
+    """Returns a function that makes a config without data, unless it is given some."""
+    return lambda *overrides: config_for("prompts.paths=[]", "prompts.pattern='*'", *overrides)
 
 
 def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
@@ -59,6 +66,38 @@ def test_before_stage_1_the_recipes_bounds_are_planned(config_for: Callable[...,
     assert plan.num_steps == 3 * 3  # the last step of an epoch counts even if it is not full
     config.prompts.max_train_tokens = 0
     assert "an assumed 1,000,000 tokens" in Plan(config).rows["documents"]
+
+
+def test_text_files_are_planned_by_their_bytes_and_rows_of_parquet_by_their_number(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
+    """A character is a token, as is the beginning of a text."""
+    (tmp_path / "texts").mkdir()
+    for i in range(200):
+        (tmp_path / f"texts/{i}.txt").write_text("x" * 9)
+    splitting = ("prompts.validation_fraction=0.1", "prompts.max_train_tokens=0")
+    plan = Plan(config_for("prompts.source=text_files", f"prompts.paths=[{tmp_path}/texts]", *splitting))
+    assert (plan.num_documents, plan.num_tokens, plan.longest_tokens) == (180, 180 * 10, 10)
+    sizes = []
+    for name in ("chats.jsonl", "chats.parquet"):
+        if name.endswith("l"):
+            (tmp_path / name).write_text("\n".join(map(json.dumps, ROWS * 100)))
+        else:
+            Dataset.from_list(ROWS * 100).to_parquet(tmp_path / name)
+        plan = Plan(config_for("prompts.source=responses", f"prompts.paths=[{tmp_path}/{name}]", *splitting))
+        sizes.append(plan.expected)
+    assert sizes[0] is not None and sizes[0] == sizes[1]
+
+
+def test_the_rate_of_responses_says_where_it_is_from(config_for: Callable[..., PipelineConfig]) -> None:
+    gpus, answers = ("planner.gpu_tflops=989", "prompts.source=responses"), dict[str, str]()
+    for name, overrides in {
+        "auto": gpus, "own": (*gpus, "responses.engine=transformers"), "cpu": ("prompts.source=responses",),
+    }.items():  # fmt: skip
+        answers[name] = Plan(config_for(*overrides)).rows["time of responses"]
+    assert answers["auto"].endswith("of 8 x 989 TFLOP/s: published for vLLM, which auto takes if it is installed")
+    assert answers["own"].endswith("at 0.3% of 8 x 989 TFLOP/s: measured with our own loop")
+    assert torch.cuda.is_available() or answers["cpu"].endswith(": assumed")
 
 
 def test_the_optimizers_memory_is_shared_out_by_zero_stage(config_for: Callable[..., PipelineConfig]) -> None:
@@ -223,7 +262,7 @@ def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tm
     result = succeed("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'")
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
-    assert "mtptrainpromptshasnotbeenrun" in letters and "ofhostmemory" in letters
+    assert "byprompts.paths;thelongest" in letters and "ofhostmemory" in letters
     assert "WARNING train.micro_batches_per_step" in result.stdout
     assert not run_dir.exists()
 

@@ -14,6 +14,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import MOST_ROWS, FrozenLinear, Target
 from mtptrain.target.position_cache import PositionCache, TreeSlots
+from mtptrain.utils.cpu import has_bf16_instructions
 from tests.conftest import FAMILIES, make_target, tiers
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 from tests.quantised import quantise
@@ -69,6 +70,10 @@ def test_the_product_and_its_gradient_are_torchs_own_and_a_target_uses_it(tiny_t
             FrozenLinear(weight, bias)(rows).sum().backward()
             assert rows.grad is not None
             torch.testing.assert_close(rows.grad, weight.sum(0).expand(*shape, 48))
+    rows, narrow = torch.randn(8, 48).bfloat16(), FrozenLinear(weight.bfloat16())
+    with torch.no_grad():
+        torch.testing.assert_close(narrow(rows), F.linear(rows, narrow.weight))
+    assert (narrow._packed is not None) == has_bf16_instructions()
     target = load_target(tiny_target, torch.float32, CPU)
     linears = [module.forward for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
     assert all(isinstance(linear, FrozenLinear) and linear._packed is not None for linear in linears)

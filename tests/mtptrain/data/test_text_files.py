@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.text_files import STANDARD_LIBRARY, read_text_files
+from mtptrain.data.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.utils.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Reads the prompt source `text_files`: each file is one document, named by its path below the listed directory."""
+"""Finds the files of the prompt source `text_files`: each is a document, named by its path below its directory."""
 
 import os
 import sysconfig
@@ -13,18 +13,22 @@ STANDARD_LIBRARY = "standard_library"
 """An entry of `prompts.paths` that stands for the source directory of the running Python's standard library."""
 
 
-def read_text_files(
-    directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the texts of all files below `directories` whose names match `pattern`, by name in the order of names.
+def text_directory(name: str) -> Path:
+    return Path(sysconfig.get_path("stdlib") if name == STANDARD_LIBRARY else name)
 
-    Also returns why a file or directory was not read, by name, or by path if the name was used before. `exclude` are
-    globs for the path relative to the directory, such as `site-packages/*`.
+
+def find_text_files(
+    directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Returns all files below `directories` whose names match `pattern`, by name in the order of names.
+
+    Also returns why a file or directory is not to be read, by name, or by path if the name was used before. `exclude`
+    are globs for the path relative to the directory, such as `site-packages/*`.
     """
-    texts: dict[str, str] = {}
+    texts: dict[str, Path] = {}
     refused: dict[str, str] = {}
     for directory in directories:
-        root = Path(sysconfig.get_path("stdlib") if directory == STANDARD_LIBRARY else directory)
+        root = text_directory(directory)
         if not root.is_dir():
             raise UserError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
         unreadable: list[OSError] = []
@@ -45,12 +49,9 @@ def read_text_files(
                 reason = "another directory has a file with this name"
             elif reason is None and (root / name).stat().st_size > MAX_TEXT_BYTES:
                 reason = f"larger than {MAX_TEXT_BYTES:,} bytes"
-            elif reason is None:
-                try:
-                    texts[name] = (root / name).read_text(encoding="utf-8")
-                except UnicodeDecodeError:
-                    reason = "not UTF-8"
-            if reason is not None:
+            if reason is None:
+                texts[name] = root / name
+            else:
                 refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
     if not texts and not refused:
         raise UserError(
@@ -58,3 +59,17 @@ def read_text_files(
             f"prompts.exclude={[*exclude]} keeps; correct these settings or prompts.paths"
         )
     return dict(sorted(texts.items())), refused
+
+
+def read_text_files(
+    directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the texts of the files that `find_text_files` finds, and why a file or directory was not read."""
+    files, refused = find_text_files(directories, pattern, exclude)
+    texts: dict[str, str] = {}
+    for name, path in files.items():
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            refused[name] = "not UTF-8"
+    return texts, refused
