@@ -36,7 +36,7 @@ def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path
     assert texts == {"same.py": "one"}
     assert refused == {
         "latin.py": "not UTF-8",
-        f"{tmp_path}/two/latin.py": "not UTF-8",
+        f"{tmp_path}/two/latin.py": "another directory has a file with this name",
         f"{tmp_path}/two/same.py": "another directory has a file with this name",
     }
 
