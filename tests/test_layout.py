@@ -56,7 +56,7 @@ LINES = {
     "mtptrain/cli": 695,
     "mtptrain/data": 1216,
     "mtptrain/decoding": 1732,
-    "mtptrain/engines": 4930,
+    "mtptrain/engines": 4934,
     "mtptrain/heads": 3176,
     "mtptrain/hidden_states": 1706,
     "mtptrain/init_from": 1362,

@@ -64,9 +64,13 @@ def scheduler() -> Any:
 
 
 def threads() -> dict[str, Any]:
-    """Returns the number of threads as OpenVINO names it, which does not read `OMP_NUM_THREADS`."""
-    number = os.environ.get("OMP_NUM_THREADS")
-    return {"INFERENCE_NUM_THREADS": int(number)} if number else {}
+    """Returns the number of threads as OpenVINO names it, which does not read `OMP_NUM_THREADS`.
+
+    One thread computes in f32: on a CPU with AMX, OpenVINO 2026.4.1 fails in bf16 with one.
+    """
+    number = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": number} if number else {}
+    return settings | EXACT if number == 1 else settings
 
 
 def decode(job: dict[str, Any]) -> list[dict[str, Any]]:
