@@ -98,9 +98,27 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f" but llama-server adds {eos} to the prompt; start it with {OVERRIDE.format('eos', 'false')}"
         )
 
+    if "enable_thinking" not in target.template_kwargs:
+        ours, theirs = (
+            _rendered(tokenizer, messages[0], add_generation_prompt=True, **set_to)
+            for set_to in ({}, {"enable_thinking": True})
+        )
+        if ours != theirs:
+            yield (
+                f"{target.directory}: llama-server should make the same prompt of a chat as the tokenizer, but sets "
+                f"enable_thinking=true where it finds thoughts in the template, and then makes {theirs!r} of one that "
+                f"is {ours!r} here; start it with --reasoning off, or set +prompts.template_kwargs.enable_thinking=true"
+            )
+    if _rendered(tokenizer, *messages) and not _rendered(tokenizer, *messages, strftime_now=""):  # it is called
+        yield (
+            f"{target.directory}: prompts should be those of the training data on any day, but the chat template "
+            "writes today's date; if it reads a variable instead, as date_string of Llama 3.2, set that in "
+            "prompts.template_kwargs and in each request"
+        )
+
     # 3. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
     for spaced in (SPACED, SPACED[1:]):
-        in_parts = ({**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced)
+        in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
         ours, theirs = _rendered(tokenizer, *spaced), _rendered(tokenizer, *in_parts)
         if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer):
             yield (
@@ -169,7 +187,8 @@ def _is_content(node: Any) -> bool:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **variables: Any) -> str:
     """Returns a chat as text, after a system message if the template, an unknown program, demands one; "" on errors."""
-    for first in ([], [{"role": "system", "content": "s"}]):
+    is_led = messages[0]["role"] == "system"
+    for first in ([],) if is_led else ([], [{"role": "system", "content": "s"}]):
         with suppress(Exception):
             return str(tokenizer.apply_chat_template([*first, *messages], tokenize=False, **variables))
     return ""
@@ -194,6 +213,13 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         plain.no_padding()
         plain.no_truncation()
         others["tokenizer.json itself"] = plain.encode(TEXT, add_special_tokens=False).ids
+    mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
+    if mistral and stored.is_file():
+        yield (
+            f"{target.directory}: servers should read tokenizer.json and the chat template, as here, but vLLM 0.32 "
+            f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
+            "for plain text; remove the file from the directory that vLLM serves"
+        )
     for cutter, theirs in others.items():
         if theirs != ours:
             yield (

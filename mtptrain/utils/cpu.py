@@ -37,6 +37,10 @@ def has_bf16_instructions() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_amx() -> bool:
+    return sys.platform == "linux" and "amx_tile" in Path("/proc/cpuinfo").read_text()
+
+
 def keep_freed_memory() -> None:
     """Make the C library reuse freed memory for large tensors instead of returning it to the system.
 

@@ -111,6 +111,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         "takes 9 tokens at most, by seq_len" in note
         for note in engine_of("vllm").notes(run_with(target, "vllm").target)
     ]
+    (target / "config.json").write_text(config.replace('"llama"', '"gpt_oss"'))
+    [note] = engine_of("vllm").notes(run_with(target, "vllm").target)
+    assert "makes prompts of this family by openai_harmony" in note and "reads reasoning_effort of a request" in note
     (target / "config.json").write_text(config)
     greedy = run_with(target, "transformers", do_sample=False, temperature=0.7, repetition_penalty=1.05).target
     assert engine_of("transformers").read_by(greedy).sampling == {"repetition_penalty": 1.05}
@@ -118,6 +121,7 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     for name, missed in (("vllm", ""), ("transformers", "at 256 ("), ("openvino", "at 256 ("), ("llama_cpp", "at 3 (")):
         assert missed in (said := engine_of(name).ends_note(other)) and bool(said) is bool(missed)
     silent = run_with(target, "vllm", eos_token_id=None).target
+    assert engine_of("openvino").ends_of(silent) == [EOS] and engine_of("openvino").ends_of(other) == [3]
     silent.tokenizer.eos_token = None
     assert "Answers never end here and in vLLM: gen" in engine_of("vllm").ends_note(silent)
     for end, named, name, said in (  # 77 is a token without a text in the tokenizer, and 260 one that only that has

@@ -8,13 +8,13 @@ random layers of a target make about every third token leave the circle.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtptrain.settings import heads
 from mtptrain.settings.heads import HeadConfig
+from mtptrain.utils.cpu import has_amx
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE
 from tests.families import ERNIE_EXPERTS, EXPERTS, GRANITE, LOCAL_EXPERTS, ROUTED, SHARED_EXPERT
 from tests.mimo import MIMO_HEAD
@@ -23,7 +23,7 @@ from tests.serving.breaks import BREAKS
 CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256
 _RANDOM = random.Random(0)
 PROMPTS = [[_RANDOM.randrange(256) for _ in range(_RANDOM.randint(5, 700))] for _ in range(40)]
-HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+HAS_AMX = has_amx()
 """Whether vLLM 0.32 can draft for multi-head latent attention here: elsewhere it has no common block size."""
 
 

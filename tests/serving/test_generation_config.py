@@ -7,7 +7,7 @@ setting then say whether it applies it, which `Engine.applies` and the table of 
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,11 @@ def test_vllm_applies_what_the_table_says(asked: Asked, vllm_python: str, tmp_pa
 def test_openvino_applies_what_the_table_says(
     asked: Asked, serve_by_openvino: Serve, openvino_dir: Path, openvino_python: Path, tmp_path: Path
 ) -> None:
-    serve_by_openvino(Case("eagle3", "llama"))  # converts both
-    shutil.copytree(openvino_dir / "llama", tmp_path / "target")
-    pipelines = asked.pipelines(tmp_path / "target", str(openvino_dir / "eagle3-llama/converted"))
+    serve_by_openvino(case := Case("eagle3", "llama"))  # converts both
+    shutil.copytree(openvino_dir / "llama/target", tmp_path / "target")
+    pipelines = asked.pipelines(
+        tmp_path / "target", str(openvino_dir / str(replace(case, num_speculative_tokens=0)) / "converted")
+    )
     check("openvino", asked, *run_worker(openvino_python, WORKER, "openvino", pipelines, "OpenVINO"))
 
 

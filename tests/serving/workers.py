@@ -76,10 +76,14 @@ def mlx_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve_by_openvino(
-    openvino_python: Path, target_of: TargetOf, head_of: HeadOf, tmp_path_factory: pytest.TempPathFactory
-) -> Serve:
-    return serve_by(OPENVINO, openvino_python, target_of, head_of, tmp_path_factory.mktemp("openvino"), QUESTIONS)
+def openvino_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of all converted targets and heads."""
+    return tmp_path_factory.mktemp("openvino")
+
+
+@pytest.fixture(scope="session")
+def serve_by_openvino(openvino_python: Path, target_of: TargetOf, head_of: HeadOf, openvino_dir: Path) -> Serve:
+    return serve_by(OPENVINO, openvino_python, target_of, head_of, openvino_dir, QUESTIONS)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from mtptrain.engines.requests import EngineCounts, EngineRun, Manner, Question,
 from mtptrain.engines.server import Counters, EngineServer, counts_of, token_ids
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
+from mtptrain.utils.cpu import has_amx
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
@@ -46,10 +47,11 @@ def server_arguments(
 ) -> list[str]:
     """Returns the arguments of `llama-server` that answer `num_slots` requests at a time, without host and port.
 
-    Exact ones keep keys and values in fp32. The head is its exported file, the kind of draft, and K.
+    Exact ones keep keys and values in fp32. The head is its exported file, the kind of draft, and K. Weights are not
+    rearranged for AMX, with which llama.cpp b11434 can end by a signal.
     """
     arguments = ["-m", str(target), "-c", str(max_context * num_slots), "-np", str(num_slots)]
-    arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ())]
+    arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ()), *["--no-repack"] * has_amx()]
     if head is not None:
         file, method, num_drafts = head
         arguments += ["-md", str(file), *draft_arguments(method, num_drafts)]

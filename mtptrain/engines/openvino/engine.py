@@ -20,7 +20,7 @@ from mtptrain.heads.dflash import layer_kinds
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
 from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, NEUTRAL, PENALTIES
+from mtptrain.target.generation import FILE, NEUTRAL, PENALTIES, as_ids
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
@@ -67,6 +67,9 @@ class Openvino(WorkerEngine):
             reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
             for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
                 yield from must_be_false(head, setting, reason)
+
+    def ends_of(self, target: TargetFiles) -> list[int]:
+        return super().ends_of(target) or as_ids(target.tokenizer.eos_token_id)
 
     def notes(self, target: TargetFiles) -> list[str]:
         path = target.directory / FILE

@@ -109,10 +109,17 @@ class Vllm(RunningEngine):
         config = target.config
         contexts = {key: value for key in CONTEXTS if isinstance(value := getattr(config, key, None), int)}
         key = "model_max_length" if contexts.get("model_max_length") else min(contexts, key=contexts.__getitem__)
+        notes = super().notes(target)
+        if config.model_type == "gpt_oss":
+            notes.append(
+                f"vLLM {self.version} makes prompts of this family by openai_harmony, not by the chat template, with "
+                "today's date unless VLLM_SYSTEM_START_DATE is set, and reads reasoning_effort of a request instead of "
+                "chat_template_kwargs."
+            )
         if contexts[key] >= config.max_position_embeddings:
-            return super().notes(target)
+            return notes
         return [
-            *super().notes(target),
+            *notes,
             f"vLLM {self.version} takes {contexts[key]:,} tokens at most, by {key} of the target's config.json, whose "
             f"max_position_embeddings is {config.max_position_embeddings:,}: remove that key to serve longer contexts.",
         ]

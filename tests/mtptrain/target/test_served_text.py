@@ -55,6 +55,13 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     ),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
     "line breaks of Windows": ({JINJA: A + "\r\nb", CONFIG: A + "\r\nb", GGUF: A + "\nb"}, "", []),
+    "today's date": ({JINJA: "{{ strftime_now('%d %b') }}" + A}, "", ["chat template writes today's date; if it"]),
+    "thoughts on request": (
+        {JINJA: A + "{% if add_generation_prompt and not enable_thinking %}<-{% endif %}"},
+        "",
+        ["enable_thinking=true where .* makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off"],
+    ),
+    "thoughts by default": ({JINJA: A + "{% if enable_thinking is false %}<-{% endif %}"}, "", []),
     "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
 
@@ -123,6 +130,7 @@ MACRO = "{% macro m(of) %}" + LOOP.replace("X", "of") + "{% endmacro %}"
         ("", LOOP, "message.content | list", ""),  # the same text
         ("", LOOP.replace("part.text", "part.text | trim"), "message.content[:9]", "makes 'HiHiHi' of"),
         ("", LOOP.replace("part.text", "1 // 0"), CONTENT, "makes 'an error' of"),
+        ("{{ messages[0].content + '!' }}", LOOP, CONTENT, "makes 'an error' of one that is ' Hi ! Hi  Hi  Hi ' here"),
         (MACRO, "-{{ m(message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
         (MACRO, "-{{ m(of=message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
         (MACRO + "{{ m([]) }}" + FIRST, "-", "", ""),
@@ -182,6 +190,13 @@ def test_a_class_of_the_tokenizer_that_some_versions_read_otherwise_is_named(
     for elsewhere in (chats_elsewhere(TargetFiles(directory)), texts_elsewhere([], TargetFiles(directory))):
         found = [each for each in elsewhere if "servers should cut" in each]
         assert len(found) == bool(said) and all(re.search(said, each) for each in found), found
+
+
+def test_files_that_vllm_reads_by_mistral_common_are_named(tmp_path: Path) -> None:
+    directory = make_target(tmp_path)
+    (directory / "tekken.json").write_text("{}")
+    [found] = texts_elsewhere([], TargetFiles(directory))
+    assert "vLLM 0.32 reads tekken.json by mistral_common instead" in found
 
 
 def test_an_end_of_a_turn_is_a_special_token_or_an_end_of_the_target(tiny_target: Path) -> None:
