@@ -36,7 +36,7 @@ scheduler.enable_prefix_caching = False
 draft = openvino_genai.draft_model("head_openvino", "CPU")
 pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft, scheduler_config=scheduler)
 # of generation_config.json, only the ends are read with drafts; a limit is needed, and penalties are to be given here
-# a text as it is; without apply_chat_template=False, the text is a user's message in the chat template
+# a text as it is; without apply_chat_template=False, it becomes the message of a user in the chat template
 greedy = {{"do_sample": False, "max_new_tokens": 64, "apply_chat_template": False}}
 print(pipeline.generate("def main", num_assistant_tokens={num_speculative_tokens}, **greedy))
 """
