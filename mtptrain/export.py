@@ -179,7 +179,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mappin
         *([data_note(data, run.target.tokenizer)] if data else []),
         *engine.notes(run.target),
         *form.notes(),
-        *([mode_note(run.target.template_kwargs_json, engine)] if is_chat else []),
+        *([mode_note(run.target, engine)] if is_chat else []),
         *(chats_elsewhere(run.target) if is_chat else texts_elsewhere((), run.target)),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
@@ -200,12 +200,12 @@ def data_note(data: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> st
     return note
 
 
-def mode_note(mode: str, engine: Engine) -> str:
-    if mode == "{}":
+def mode_note(target: TargetFiles, engine: Engine) -> str:
+    if not target.template_kwargs:
         return "Trained on chats in the mode that the target's chat template has by default."
     return (
-        f"Trained on chats with the chat template's arguments `{mode}`. In another mode, the target writes other text "
-        f"and accepts fewer drafts. {engine.mode_advice(mode)}."
+        f"Trained on chats with the chat template's arguments `{target.template_kwargs_json}`. In another mode, the "
+        f"target writes other text and accepts fewer drafts. {engine.mode_advice(target)}."
     )
 
 

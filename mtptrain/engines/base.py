@@ -139,10 +139,10 @@ class Engine(ABC):
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         """Yields what the engine does not serve of a target and a head that it has a format of."""
 
-    def mode_advice(self, mode: str) -> str:
+    def mode_advice(self, target: TargetFiles) -> str:
         """Returns what a README says of the chat template's arguments that a head was trained with."""
         if self.has_server:
-            return f'Send them with each request, as `"chat_template_kwargs": {mode}`'
+            return f'Send them with each request, as `"chat_template_kwargs": {target.template_kwargs_json}`'
         return "Pass them to `apply_chat_template`"
 
     def read_by(self, target: TargetFiles) -> GenerationDefaults:

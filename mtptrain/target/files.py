@@ -114,7 +114,7 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
     given: str | dict[str, str] = tokenizer.chat_template or ""
     templates = given if isinstance(given, dict) else {"": given}
     with refusing(f"target.path: the chat template of {tokenizer.name_or_path} must be valid", "correct it", "Jinja"):
-        read = set().union(*map(_names_in, templates.values())) - set(RENDERED)
+        read = set().union(*map(names_in, templates.values())) - set(RENDERED)
     if wrong := [name for name in kwargs if name not in read]:
         raise UserError(
             f"prompts.template_kwargs: must name variables that the chat template of {tokenizer.name_or_path} reads, "
@@ -126,7 +126,7 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
     tokenizer.chat_template = extended if isinstance(given, dict) else extended[""]
 
 
-def _names_in(template: str) -> set[str]:
+def names_in(template: str) -> set[str]:
     """Returns the variables that a template reads before it sets them."""
     return meta.find_undeclared_variables(parsed_template(template))
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto import tokenization_auto
 
-from mtptrain.target.files import TargetFiles, parsed_template
+from mtptrain.target.files import RENDERED, TargetFiles, names_in, parsed_template
 from mtptrain.target.generation import FILE
 from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
 from mtptrain.target.llama_tokens import llama_tokens
@@ -78,10 +78,11 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     # 2. Compare what llama-server makes of a chat, which gives its own tokens to the template, and adds them itself.
     tokenizer, llama = target.tokenizer, llama_tokens(target)
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    messages = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    for chat in (messages[:1], messages):
+    question = _accepted(tokenizer, {"role": "user", "content": "a"})
+    answered = _accepted(tokenizer, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    for chat in (question, answered):
         ours, theirs = _rendered(tokenizer, *chat), _rendered(tokenizer, *chat, bos_token=bos, eos_token=eos)
-        if llama.adds["bos"]:
+        if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
         if ours and ours != theirs:
             mend = f"name the same bos_token and eos_token in {CONFIG}, in config.json and in the GGUF file"
@@ -89,7 +90,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
                 mend = f"correct the template, or start llama-server with {OVERRIDE.format('bos', 'false')}"
             yield (
                 f"{target.directory}: llama-server should make the same text of a chat as the tokenizer, and so vLLM "
-                f"and SGLang, but makes {theirs!r} of one that is {ours!r} here; {mend}"
+                f"and SGLang, but makes {theirs or 'an error'!r} of one that is {ours!r} here; {mend}"
             )
             break
     if llama.adds["eos"]:
@@ -99,21 +100,28 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
         )
 
     if "enable_thinking" not in target.template_kwargs:
-        ours, theirs = (
-            _rendered(tokenizer, messages[0], add_generation_prompt=True, **set_to)
-            for set_to in ({}, {"enable_thinking": True})
+        ours, thinks, skips = (
+            _rendered(tokenizer, *question, add_generation_prompt=True, **set_to)
+            for set_to in ({}, {"enable_thinking": True}, {"enable_thinking": False})
         )
-        if ours != theirs:
+        thought = {"role": "assistant", "content": "b", "reasoning_content": PROBE}
+        is_found = PROBE in _rendered(tokenizer, *question, thought, enable_thinking=True)  # by llama.cpp, else unknown
+        if ours and (ours != thinks or (ours != skips and not is_found)):
+            value, theirs, flag = ("true", thinks, "off") if ours != thinks else ("false", skips, "on")
+            mend = f"start it with --reasoning {flag}, or " * (ours in (thinks, skips))
             yield (
                 f"{target.directory}: llama-server should make the same prompt of a chat as the tokenizer, but sets "
-                f"enable_thinking=true where it finds thoughts in the template, and then makes {theirs!r} of one that "
-                f"is {ours!r} here; start it with --reasoning off, or set +prompts.template_kwargs.enable_thinking=true"
+                "enable_thinking, true where it finds thoughts in the template and else false, and for "
+                f"enable_thinking={value} makes {theirs or 'an error'!r} of one that is {ours!r} here; {mend}set "
+                f"+prompts.template_kwargs.enable_thinking={value}"
             )
-    if _rendered(tokenizer, *messages) and not _rendered(tokenizer, *messages, strftime_now=""):  # it is called
+    if _rendered(tokenizer, *answered) and not _rendered(tokenizer, *answered, strftime_now=""):  # it is called
+        read = sorted(names_in(tokenizer.get_chat_template()) - {*RENDERED, "strftime_now"})
+        pin = next((each for each in read if _rendered(tokenizer, *answered, strftime_now="", **{each: "a day"})), None)
+        mend = f"set +prompts.template_kwargs.{pin} to a day, and send it in each request" * (pin is not None)
         yield (
             f"{target.directory}: prompts should be those of the training data on any day, but the chat template "
-            "writes today's date; if it reads a variable instead, as date_string of Llama 3.2, set that in "
-            "prompts.template_kwargs and in each request"
+            f"writes today's date; {mend or 'write a day in place of strftime_now in the template'}"
         )
 
     # 3. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
@@ -147,8 +155,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) ->
 
     Of several in a row, it is one of the known ends, if one of these is among them: there an answer ends.
     """
-    answer = {"role": "assistant", "content": PROBE}
-    after = _rendered(tokenizer, {"role": "user", "content": "?"}, answer).partition(PROBE)[2]
+    chat = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
+    after = _rendered(tokenizer, *_accepted(tokenizer, *chat)).partition(PROBE)[2]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} | {*ends}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     found = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, ids)))
@@ -185,12 +193,15 @@ def _is_content(node: Any) -> bool:
     return key == "content" and isinstance(node.node, nodes.Name)
 
 
+def _accepted(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a chat, after a system message if the template, an unknown program, demands one."""
+    return [*messages] if _rendered(tokenizer, *messages) else [{"role": "system", "content": "s"}, *messages]
+
+
 def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **variables: Any) -> str:
-    """Returns a chat as text, after a system message if the template, an unknown program, demands one; "" on errors."""
-    is_led = messages[0]["role"] == "system"
-    for first in ([],) if is_led else ([], [{"role": "system", "content": "s"}]):
-        with suppress(Exception):
-            return str(tokenizer.apply_chat_template([*first, *messages], tokenize=False, **variables))
+    """Returns a chat as text; "" if the template, an unknown program, makes an error of it."""
+    with suppress(Exception):
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **variables))
     return ""
 
 

@@ -141,9 +141,17 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
         ValueError, match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; set no'
     ):
         export(Run(config))
+    files = TargetFiles(target, template_kwargs={"user": "O'Brien"})
     mode = json.dumps({"user": "O'Brien"})
-    assert shlex.split(mode_note(mode, engine_of("vllm")).split("`")[5]) == ["--default-chat-template-kwargs", mode]
-    assert "Pass them to `apply_chat_template`." in mode_note(mode, engine_of("transformers"))
+    assert shlex.split(mode_note(files, engine_of("vllm")).split("`")[5]) == ["--default-chat-template-kwargs", mode]
+    assert "Pass them to `apply_chat_template`." in mode_note(files, engine_of("transformers"))
+    files.config.model_type = "gpt_oss"
+    assert "vLLM reads only `reasoning_effort` of them" in mode_note(files, engine_of("vllm"))
+    assert "default-chat-template-kwargs" not in mode_note(files, engine_of("vllm"))
+    assert "chat_template_kwargs" in mode_note(files, engine_of("sglang"))
+    files = TargetFiles(target)
+    files.config.model_type = "gpt_oss"
+    assert any("openai_harmony" in each for each in engine_of("vllm").notes(files))
 
 
 def test_what_is_refused_is_refused_before_anything_is_read_or_written(tmp_path: Path, deep_target: Path) -> None:

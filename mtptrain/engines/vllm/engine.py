@@ -132,8 +132,11 @@ class Vllm(RunningEngine):
                 f"{directory.resolve()} contains {name!r}; choose another {setting}, or run_dir"
             )
 
-    def mode_advice(self, mode: str) -> str:
-        return f"{super().mode_advice(mode)}, or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
+    def mode_advice(self, target: TargetFiles) -> str:
+        if target.config.model_type == "gpt_oss":
+            return "For this family, vLLM reads only `reasoning_effort` of them, as a field of each request"
+        mode = shlex.quote(target.template_kwargs_json)
+        return f"{super().mode_advice(target)}, or start vLLM with `--default-chat-template-kwargs {mode}`"
 
     def find_program(self, serving: ServingConfig) -> Path:
         return client.find_python(serving.program)

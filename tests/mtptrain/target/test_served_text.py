@@ -55,13 +55,40 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     ),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
     "line breaks of Windows": ({JINJA: A + "\r\nb", CONFIG: A + "\r\nb", GGUF: A + "\nb"}, "", []),
-    "today's date": ({JINJA: "{{ strftime_now('%d %b') }}" + A}, "", ["chat template writes today's date; if it"]),
+    "today's date": ({JINJA: "{{ strftime_now('%d %b') }}" + A}, "", ["today's date; write a day in place of strf"]),
+    "today's date, or a variable": (
+        {JINJA: "{{ day if day is defined else strftime_now('%d %b') }}{{ no_day }}" + A},
+        "",
+        [r"writes today's date; set \+prompts.template_kwargs.day to a day, and send it in each request"],
+    ),
+    "today's date without a system message": (
+        {JINJA: "{% if messages[0].role != 'system' %}{{ strftime_now('%d %b') }}{% endif %}" + A},
+        "",
+        ["today's date; write a day"],
+    ),
     "thoughts on request": (
         {JINJA: A + "{% if add_generation_prompt and not enable_thinking %}<-{% endif %}"},
         "",
-        ["enable_thinking=true where .* makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off"],
+        ["enable_thinking=true makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off, or set"],
     ),
-    "thoughts by default": ({JINJA: A + "{% if enable_thinking is false %}<-{% endif %}"}, "", []),
+    "thoughts in three manners": (
+        {JINJA: A + "{% if add_generation_prompt and enable_thinking is defined %}{{ enable_thinking }}{% endif %}"},
+        "",
+        ["makes '<.end.>aTrue' of one that is '<.end.>a' here; set .prompts.template_kwargs.enable_thinking=true"],
+    ),
+    "thoughts by default": (
+        {
+            JINJA: A
+            + "<think>{{ messages[-1].reasoning_content }}</think>{{ '-' if enable_thinking is false else '+' }}"
+        },
+        "",
+        [],
+    ),
+    "thoughts by default that llama.cpp may not find": (
+        {JINJA: A + "{{ ('-' if enable_thinking is false else '+') if add_generation_prompt }}"},
+        "",
+        ["enable_thinking=false makes '<.end.>a-' of one that is '<.end.>a.' here; start it with --reasoning on, or"],
+    ),
     "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
 
@@ -120,6 +147,7 @@ CONTENT = "message['content']"
 FIRST = "{% set first = messages[0].content | trim %}{% set messages = messages[1:] %}{{ first }}"
 
 
+NO_LEADER = "{% if messages[0].role == 'user' %}{{ '' if messages[0].content is string else 1 // 0 }}{% endif %}"
 MACRO = "{% macro m(of) %}" + LOOP.replace("X", "of") + "{% endmacro %}"
 
 
@@ -130,6 +158,7 @@ MACRO = "{% macro m(of) %}" + LOOP.replace("X", "of") + "{% endmacro %}"
         ("", LOOP, "message.content | list", ""),  # the same text
         ("", LOOP.replace("part.text", "part.text | trim"), "message.content[:9]", "makes 'HiHiHi' of"),
         ("", LOOP.replace("part.text", "1 // 0"), CONTENT, "makes 'an error' of"),
+        (NO_LEADER, LOOP, CONTENT, "makes 'an error' of one that is ' Hi  Hi ' here"),
         ("{{ messages[0].content + '!' }}", LOOP, CONTENT, "makes 'an error' of one that is ' Hi ! Hi  Hi  Hi ' here"),
         (MACRO, "-{{ m(message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
         (MACRO, "-{{ m(of=message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
