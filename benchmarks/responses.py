@@ -41,7 +41,8 @@ COLUMNS = {
 
 
 def main(config: PipelineConfig, options: argparse.Namespace) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # an engine's processes may outlive the one that started them
+    if sys.platform == "linux":  # an engine's processes may outlive the one that started them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     lengths, least = (1, options.tokens), defaultdict[tuple[str, int], list[float]](lambda: [math.inf] * 2)
     engines, written = dict.fromkeys([str(OWN), *options.engines]), dict[str, int]()
     with TemporaryDirectory(prefix="mtptrain-bench-") as name:

@@ -116,13 +116,24 @@ def why_not_family(
         yield Refusal(setting, f"a {kind} without a sliding window", value, windows)
 
 
-def why_not_keys(engine: str, setting: str, kind: str, model: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields two keys of a model's config that some engines do not read: its activation, and biases of attention."""
-    usual = getattr(type(model)(), "hidden_act", None)
+def why_not_keys(
+    engine: str,
+    setting: str,
+    kind: str,
+    model: PreTrainedConfig,
+    usual: str | None = None,
+    with_biases: Sequence[str] = ("llama",),
+) -> Iterator[Refusal]:
+    """Yields two keys of a model's config that some engines do not read: its activation, and biases of attention.
+
+    `usual` is the activation that the engine computes, by default that of the family, and `with_biases` are the
+    families whose biases it loads.
+    """
+    usual = usual or getattr(type(model)(), "hidden_act", None)
     if getattr(model, "hidden_act", usual) != usual:
         reason = f"{engine} computes that in this family, whatever the config says"
         yield Refusal(setting, f"a {kind} with hidden_act={usual}", model.hidden_act, reason)
-    if getattr(model, "attention_bias", False) and model.model_type not in ("llama", "mistral"):
+    if getattr(model, "attention_bias", False) and model.model_type not in with_biases:
         reason = f"{engine}'s classes of other families do not load these biases"
         yield Refusal(setting, f"a {kind} with attention_bias=false, unless it is a Llama", "true", reason)
 

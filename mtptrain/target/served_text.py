@@ -99,6 +99,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f" but llama-server adds {eos} to the prompt; start it with {OVERRIDE.format('eos', 'false')}"
         )
 
+    # 3. Compare the modes that llama-server sets in a template, and the prompts of different days.
     if "enable_thinking" not in target.template_kwargs:
         ours, thinks, skips = (
             _rendered(tokenizer, *question, add_generation_prompt=True, **set_to)
@@ -124,7 +125,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"writes today's date; {mend or 'write a day in place of strftime_now in the template'}"
         )
 
-    # 3. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
+    # 4. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
     for spaced in (SPACED, SPACED[1:]):
         in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
         ours, theirs = _rendered(tokenizer, *spaced), _rendered(tokenizer, *in_parts)
@@ -136,7 +137,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             )
             break
 
-    # 4. Find out whether servers end an answer where the template does.
+    # 5. Find out whether servers end an answer where the template does.
     ends, size = target.generation.eos_token_ids, target.config.vocab_size
     token, text = end_of_turn(tokenizer, ends)
     if text and token not in ends:
@@ -224,13 +225,6 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         plain.no_padding()
         plain.no_truncation()
         others["tokenizer.json itself"] = plain.encode(TEXT, add_special_tokens=False).ids
-    mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
-    if mistral and stored.is_file():
-        yield (
-            f"{target.directory}: servers should read tokenizer.json and the chat template, as here, but vLLM 0.32 "
-            f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
-            "for plain text; remove the file from the directory that vLLM serves"
-        )
     for cutter, theirs in others.items():
         if theirs != ours:
             yield (
@@ -238,6 +232,13 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
                 f"{cutter} gives {theirs}; set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with "
                 "which all read tokenizer.json as it is (except for a qwen2, which keeps its class)"
             )
+    mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
+    if mistral and stored.is_file():
+        yield (
+            f"{target.directory}: servers should read tokenizer.json and the chat template, as here, but vLLM 0.32 "
+            f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
+            "for plain text; remove the file from the directory that vLLM serves"
+        )
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:

@@ -27,18 +27,24 @@ def has_bf16_instructions() -> bool:
         raise UserError(f"{PRETENDED_BF16}: must be 0, 1 or unset, but is {pretended!r}; unset it")
     if pretended is not None:
         return pretended == "1"
-    if "torch" not in sys.modules and sys.platform == "linux" and platform.machine() == "x86_64":
-        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        flags = set(found[1].split()) if found else set()
-        if "avx_ne_convert" not in flags:  # with these, torch's answer depends on how it was built
-            return flags >= _AVX512
+    flags = None if "torch" in sys.modules else _flags()
+    if flags is not None and "avx_ne_convert" not in flags:  # with these, torch's answer depends on how it was built
+        return flags >= _AVX512
     import torch
 
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_amx() -> bool:
-    return sys.platform == "linux" and "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return "amx_tile" in (_flags() or ())
+
+
+def _flags() -> set[str] | None:
+    """Returns the instructions of this CPU as Linux names them; None on other systems and other kinds of CPU."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(found[1].split()) if found else set()
 
 
 def keep_freed_memory() -> None:

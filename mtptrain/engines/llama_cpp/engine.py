@@ -46,6 +46,8 @@ RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
     "answer: ours are counted by the same rules."
 )
+LLAMAS = tuple(family for family, name in ARCHITECTURE_OF.items() if name == ARCHITECTURE_OF["llama"])
+"""Families that llama.cpp runs with its class of Llama."""
 FAMILIES_WITH_STREAMS = ("llama", "mistral", "qwen3", "qwen3_moe")
 """Families whose residual streams in llama.cpp were compared with ours.
 
@@ -85,7 +87,7 @@ class LlamaCpp(RunningEngine):
             reason = "its window in llama.cpp has not been compared with ours"
             yield Refusal("target.path", "a target without a sliding window", value, reason)
         for each in models_of(head, target):
-            yield from why_not_keys(self.name, *each)
+            yield from why_not_keys(self.name, *each, "silu", LLAMAS)
         if getattr(target, "norm_topk_prob", None) is False:
             reason = "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says"
             yield Refusal("target.path", "a target with norm_topk_prob=true", "false", reason)
@@ -230,11 +232,6 @@ def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refu
         yield Refusal("target.path", must_be, value, reason, instead)
 
 
-def is_llama(model: PreTrainedConfig) -> bool:
-    """Returns whether llama.cpp runs a model with its class of Llama."""
-    return ARCHITECTURE_OF.get(model.model_type) == ARCHITECTURE_OF["llama"]
-
-
 def unknown_model(model: PreTrainedConfig) -> str | None:
     """Returns what llama.cpp does not know of a draft model: its family, its window, or how its RoPE is scaled."""
     if model.model_type not in ARCHITECTURE_OF:
@@ -242,7 +239,9 @@ def unknown_model(model: PreTrainedConfig) -> str | None:
     if (window := window_of(model)) is not None:
         return window
     rope_type = head_rope_parameters(model)["rope_type"]
-    return None if rope_type == "default" or is_llama(model) else f"a {model.model_type} with {rope_type} RoPE"
+    return (
+        None if rope_type == "default" or model.model_type in LLAMAS else f"a {model.model_type} with {rope_type} RoPE"
+    )
 
 
 ENGINE = LlamaCpp()

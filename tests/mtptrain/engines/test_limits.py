@@ -52,6 +52,7 @@ REFUSED: list[Case] = [
     ("llama_cpp", "eagle3", {}, "gemma3_text", {}, "target.path: must be one of llama, mistral, qwen3, qwen3_moe"),
     ("llama_cpp", "draft_model", {}, "mistral", WINDOW, "must be a target without a sliding window to export head"),
     ("llama_cpp", "eagle3", {}, "llama", {"hidden_act": "gelu"}, "a target with hidden_act=silu to"),
+    ("llama_cpp", "draft_model", {"init_from": "llama"}, "starcoder2", {}, "a target with hidden_act=silu to"),
     ("llama_cpp", "eagle3", {}, "qwen3", {"attention_bias": True}, "with attention_bias=false, unless it is a Llama"),
     ("llama_cpp", "eagle3", {}, "qwen3_moe", {"norm_topk_prob": False}, "a target with norm_topk_prob=true to"),
     ("llama_cpp", "dflash2", {"selector_top_k": 11}, "llama", {}, "must be k with k (k + 1) of at most the"),
@@ -79,6 +80,7 @@ REFUSED: list[Case] = [
     ("mlx", "draft_model", {}, "glm", {"pad_token_id": 0}, "must be a target of one of deepseek_v3, dots1, ern"),
     ("mlx", "draft_model", {}, "llama", {"hidden_act": "gelu"}, "must be a target with hidden_act=silu to"),
     ("mlx", "draft_model", {}, "qwen3", {"attention_bias": True}, "with attention_bias=false, unless it is a Llama"),
+    ("mlx", "draft_model", {}, "mistral", {"attention_bias": True}, "with attention_bias=false, unless it is a Llama"),
     ("mlx", "draft_model", {}, "mistral", WINDOW, "must be a target without a sliding window to export head draft"),
     ("transformers", "mtp", {"attention_bias": True}, "llama", {}, "must be without a RoPE or other set"),
     ("transformers", "mtp", {}, "qwen3", {}, "must be a Llama or Mistral with full attention, SiLU and no"),
@@ -92,6 +94,7 @@ def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target_config("mistral", sliding_window=64).save_pretrained(tmp_path / "mistral")  # of a draft model
+    target_config().save_pretrained(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
     scaled = target_config(rope_parameters=YARN_ROPE, _name_or_path="scaled")
     scaled.save_pretrained("scaled")
