@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.engines.process import EngineCrashed, find_python, made_python, printed_by, run_worker, warn_of_version
+from mtptrain.engines.process import find_python, made_python, printed_by, run_worker, warn_of_version
 from mtptrain.engines.requests import (
     EngineCounts,
     EngineRun,
@@ -32,7 +32,7 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words
-from mtptrain.utils.errors import UserError, warn
+from mtptrain.utils.errors import UserError
 
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
@@ -345,12 +345,8 @@ class WorkerEngine(RunningEngine):
         }
 
     def work(self, served: Served, mode: str, job: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the packages' versions, and the worker's results for a job. One that crashes is started once more."""
-        try:
-            results = run_worker(served.program, self.worker, mode, job, self.name)
-        except EngineCrashed as crash:
-            warn(f"{self.name} crashed, and is started once more: {crash}")
-            results = run_worker(served.program, self.worker, mode, job, self.name)
+        """Returns the packages' versions, and the worker's results for a job."""
+        results = run_worker(served.program, self.worker, mode, job, self.name)
         return printed_by(served.program, self.find) or "", results
 
     def decode(self, served: Served, job: Mapping[str, Any], asked: Sequence[Questions]) -> list[EngineRun]:

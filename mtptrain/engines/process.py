@@ -41,10 +41,6 @@ POLL_S = 0.2
 Server = TypeVar("Server", bound=EngineServer)
 
 
-class EngineCrashed(UserError):
-    """The process of an engine was ended by a fault in the engine's own code."""
-
-
 def warn_of_version(name: str, tested: str, version: str, place: str, more: str = "") -> None:
     """Warn that an engine, which users know by this name, has not the version that exports are written for."""
     warn(
@@ -86,44 +82,50 @@ def printed_by(python: Path, code: str) -> str | None:
 
 
 def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
-    """Returns what the worker writes for a job, both as JSON.
+    """Returns what the worker writes for a job, both as JSON. One that crashes is started once more.
 
     Its arguments are the mode, and the files of the job and of the result. Lines that begin with its name and a colon
     are shown. After a failure, the last `SHOWN_LINES` lines are part of the error.
     """
-    progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
         job_path, result_path = (Path(directory) / file for file in ("job.json", "result.json"))
         write_text(job_path, json.dumps(job))
         command = [str(part) for part in (sys.executable, SUPERVISOR, python, worker, mode, job_path, result_path)]
-        with subprocess.Popen(
-            command,
-            env=without_own_settings(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as process:
-            assert process.stdout is not None
-            lines: deque[str] = deque(maxlen=SHOWN_LINES)
-            try:
-                for line in process.stdout:
-                    lines.append(line)
-                    if line.startswith(progress):
-                        sys.stderr.write(line.removeprefix(progress).lstrip())
-                        sys.stderr.flush()
-            except BaseException:  # such as Ctrl-C: end the worker and the programs that it has started
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        if process.returncode or not result_path.is_file():
-            crashed = process.returncode in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-            raise (EngineCrashed if crashed else UserError)(
-                f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
-                "lines:\n" + "".join(lines)
+        status, lines = _ended(command, f"{worker.stem}:")
+        if status in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):  # a fault in the engine's own code
+            warn(f"{name} crashed with status {status}, and is started once more; its last lines:\n{lines}")
+            status, lines = _ended(command, f"{worker.stem}:")
+        if status or not result_path.is_file():
+            raise UserError(
+                f"{name}: the worker must end with a result, but ended with status {status}; its last lines:\n{lines}"
             )
         return json.loads(result_path.read_text())
+
+
+def _ended(command: list[str], progress: str) -> tuple[int, str]:
+    """Returns the status and the last lines of a program that has ended. Lines that begin with `progress` are shown."""
+    lines: deque[str] = deque(maxlen=SHOWN_LINES)
+    with subprocess.Popen(
+        command,
+        env=without_own_settings(os.environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith(progress):
+                    sys.stderr.write(line.removeprefix(progress).lstrip())
+                    sys.stderr.flush()
+        except BaseException:  # such as Ctrl-C: end the program and those that it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, "".join(lines).rstrip()
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from mtptrain.engines import process as server_process
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.process import SUPERVISOR, started_server
+from mtptrain.engines.process import SUPERVISOR, run_worker, started_server
 from mtptrain.utils.errors import UserError
 from tests.programs import fake_python, is_running, wait_until, wait_until_ended
 
@@ -96,3 +96,34 @@ def test_a_supervised_command_and_its_children_end_with_the_parent(tmp_path: Pat
     process.stdin.close()  # as the end of the parent does
     wait_until_ended(child)
     assert process.wait(10) == -signal.SIGKILL
+
+
+WORKER = """
+import os, sys
+from pathlib import Path
+starts = Path(sys.argv[1])
+starts.write_text(starts.read_text() + "1")
+if len(starts.read_text()) <= {crashes}:
+    print("a fault", flush=True)
+    os.abort()
+Path(sys.argv[3]).write_text(Path(sys.argv[2]).read_text())
+"""
+
+
+@pytest.mark.parametrize("crashes", [0, 1, 2])
+def test_a_worker_that_crashes_is_started_once_more(
+    tmp_path: Path, crashes: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    (worker := tmp_path / "worker.py").write_text(WORKER.format(crashes=crashes))
+    (starts := tmp_path / "starts").write_text("")
+    if crashes == 2:
+        with pytest.raises(
+            UserError, match="must end with a result, but ended with status -6; its last lines:\na fault"
+        ):
+            run_worker(PYTHON, worker, str(starts), {"a": 1}, "OpenVINO")
+    else:
+        assert run_worker(PYTHON, worker, str(starts), {"a": 1}, "OpenVINO") == {"a": 1}
+    assert len(starts.read_text()) == min(crashes + 1, 2)
+    assert [str(each.message)[:57] for each in recwarn] == [
+        "OpenVINO crashed with status -6, and is started once more"
+    ] * bool(crashes)
