@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -65,6 +66,7 @@ class Mlx(WorkerEngine):
                 reason = "with a head, mlx-vlm changes the answers of Gemma 4 once a sliding window is full"
             yield Refusal("target.path", f"a {WITH_STREAMS}", f"a {target.model_type}", reason)
         yield from limits.why_not_keys(self.name, "target.path", "target", target)
+        yield from why_not_qwen(target)
         yield from limits.why_not_captured(
             self.name, head, target, has_embeddings=False, has_three=True, has_own_lm_head=False
         )
@@ -86,13 +88,36 @@ class Mlx(WorkerEngine):
         return ""  # the two packages differ: see the notes of their formats
 
 
+def own_config(target: PreTrainedConfig) -> tuple[Path, dict[str, Any]]:
+    """Returns the path and the contents of a target's config.json; nothing of a target without a folder."""
+    path = Path(target.name_or_path or "") / "config.json"
+    return path, read_json(path) if target.name_or_path and path.is_file() else {}
+
+
+def why_not_qwen(target: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields what mlx-vlm's class of Qwen3.5 makes of a target's config.json, unlike transformers."""
+    path, found = own_config(target)
+    config = found.get("text_config", found) or target.to_dict()
+    rope, interval = config.get("rope_parameters") or {}, config.get("full_attention_interval", 4)
+    if rope.get("rope_type", rope.get("type")) != "default":
+        reason = "mlx-vlm's class of it has plain RoPE alone, and would not scale it"
+        yield Refusal("target.path", "a target with rope_parameters of type default", rope, reason)
+    needed = ("mrope_section", "rope_theta", "partial_rotary_factor")
+    if missing := [name for name in needed if name not in rope]:
+        reason, instead = "mlx-vlm does not load it without them", f"add them to rope_parameters in {path}"
+        yield Refusal("target.path", f"a target with {' and '.join(missing)}", "one without", reason, instead, False)
+    if any((kind == "full_attention") != (layer % interval == 0) for layer, kind in enumerate(target.layer_types, 1)):
+        reason, instead = "mlx-vlm reads no layer_types", f"set that in {path} if the layers are so"
+        must_be = "a target whose full_attention_interval is that of its layer_types"
+        yield Refusal("target.path", must_be, interval, reason, instead, False)
+
+
 def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:
     """Yields the keys that mlx-lm misses in a target's config.json, where transformers 5 has rope_parameters alone.
 
     findings/mlx_lm_ignores_rope_parameters.sh shows it.
     """
-    path = Path(target.name_or_path or "") / "config.json"
-    config = read_json(path) if target.name_or_path and path.is_file() else {}
+    path, config = own_config(target)
     keys = rope_for_mlx_lm(config.get("rope_parameters") or {})
     own = {"rope_theta": 1e4} if target.model_type in ("llama", "mistral") else {}
     missing = json.dumps({name: value for name, value in keys.items() if value != (own | config).get(name)})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines.table import ENGINES, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
@@ -42,6 +42,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 
 TARGET = target_config()
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
+QWEN3_5 = target_config("qwen3_5_text", head_dim=64, rope_parameters=ROPE)
+
+
+def target_of(engine: str, name: str) -> PreTrainedConfig:
+    return QWEN3_5 if engine == "mlx" and name != "draft_model" else TARGET
 
 
 def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
@@ -53,7 +59,8 @@ def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
     for engine in ENGINES:
         for name in engine_of(engine).formats:
             for settings in [{}, *VARIANTS.get(name, [])] if engine != "llama_cpp" and name != "native_mtp" else []:
-                if next(engine_of(engine).why_not(head_config(name, **settings), TARGET), None) is None:
+                head, target = head_config(name, **settings), target_of(engine, name)
+                if next(engine_of(engine).why_not(head, target), None) is None:
                     cases.append((str(engine), name, settings))
     return cases
 
@@ -64,8 +71,8 @@ CASES = all_cases()
 def test_every_format_writes_the_names_shapes_and_settings_of_its_engine() -> None:
     found = {}
     for engine, name, settings in CASES:
-        form = format_for(engine, head_config(name, **settings), TARGET)
-        tensors = form.tensors(random_head(form.head, TARGET).state_dict())
+        form = format_for(engine, head_config(name, **settings), target_of(engine, name))
+        tensors = form.tensors(random_head(form.head, form.target).state_dict())
         found[f"{engine} {name} {json.dumps(settings)}"] = {
             "tensors": {key: [str(tensor.dtype)[6:], *tensor.shape] for key, tensor in sorted(tensors.items())},
             "config": {
@@ -92,8 +99,8 @@ def test_every_format_writes_the_names_shapes_and_settings_of_its_engine() -> No
 def test_a_heads_state_comes_back_exactly_from_what_is_written(
     tmp_path: Path, engine: str, name: str, settings: dict[str, Any]
 ) -> None:
-    form = format_for(engine, head_config(name, **settings), TARGET)
-    state = random_head(form.head, TARGET).state_dict()
+    form = format_for(engine, head_config(name, **settings), target_of(engine, name))
+    state = random_head(form.head, form.target).state_dict()
     tensors = form.tensors(state)
     restored = form.state(tensors)
     assert restored.keys() == state.keys()
@@ -106,7 +113,7 @@ def test_a_heads_state_comes_back_exactly_from_what_is_written(
 def test_every_launch_command_quotes_paths_for_the_shell() -> None:
     for engine, name, settings in [("llama_cpp", "eagle3", {}), *CASES]:
         if engine != "transformers":
-            form = format_for(engine, head_config(name, **settings), TARGET)
+            form = format_for(engine, head_config(name, **settings), target_of(engine, name))
             words = shlex.split(form.launch("/Ann's target", Path("/Ann's heads/DIR"), 3))
             assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
 
@@ -149,7 +156,7 @@ def test_a_penalty_of_the_target_is_named_that_openvino_fails_with(
 
 
 def test_a_head_gets_copies_of_embeddings_and_lm_head_that_the_target_ties(tmp_path: Path) -> None:
-    make_target(tmp_path / "target", "qwen3_5_text", num_hidden_layers=4)
+    make_target(tmp_path / "target", "qwen3_5_text", num_hidden_layers=4, rope_parameters=ROPE)
     target, head = read_target_config(tmp_path / "target"), head_config("eagle3")
     export_head(tmp_path / "head", "mlx", head, random_head(head, target).state_dict(), tmp_path / "target")
     copies = load_file(tmp_path / "head/model-target.safetensors")

@@ -17,7 +17,11 @@ MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": 
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 WINDOW = {"sliding_window": 128}
 SLIDING = {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}
-QWEN3_5: tuple[str, dict[str, Any]] = ("qwen3_5_text", {"head_dim": 64})
+PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+MROPE: dict[str, Any] = {"rope_parameters": PLAIN_ROPE | {"mrope_section": [3, 3, 2]}}
+QWEN3_5: tuple[str, dict[str, Any]] = ("qwen3_5_text", {"head_dim": 64, **MROPE})
+LINEAR_ROPE = PLAIN_ROPE | {"rope_type": "linear", "factor": 4.0, "mrope_section": [3, 3, 2]}
+EVERY_OTHER = {"layer_types": ["linear_attention", "full_attention"] * 2}
 Case = tuple[str, str, dict[str, Any], str, dict[str, Any], str]
 """Engine, head, its settings, the target's family, its settings, and a part of the message."""
 # fmt: off
@@ -73,6 +77,13 @@ REFUSED: list[Case] = [
     ("mlx", "eagle3", {"rope_parameters": YARN_ROPE}, *QWEN3_5, "head.rope_parameters: must be of type default to"),
     ("mlx", "dflash", {"draft_vocab_size": 64}, *QWEN3_5, "head.draft_vocab_size: must be null to export head dfl"),
     ("mlx", "dflash", {"sliding_window": 9}, *QWEN3_5, "must be one without windows and causal layers to export"),
+    ("mlx", "dflash", {"causal": "all"}, *QWEN3_5, "but is sliding_window=None, causal=all: blocks with windows or"),
+    ("mlx", "dflash", {}, "qwen3_5_text", {"hidden_act": "gelu", **MROPE}, "must be a target with hidden_act=silu to"),
+    ("mlx", "eagle3", {"rope_parameters": {"rope_type": "default"}}, "qwen3_5_text", {"rope_parameters": LINEAR_ROPE},
+     "target.path: must be a target with rope_parameters of type default to export head eagle3 for mlx, but is {'"),
+    ("mlx", "dflash", {}, "qwen3_5_text", {"rope_parameters": PLAIN_ROPE}, "must be a target with mrope_section to"),
+    ("mlx", "eagle3", {}, "qwen3_5_text", {**EVERY_OTHER, **MROPE}, "is that of its layer_types to export head eagle3 "
+     "for mlx, but is 4: mlx-vlm reads no layer_types; set that in config.json if"),
     ("mlx", "dflash", {"sample_from_anchor": True}, *QWEN3_5, "head.sample_from_anchor: must be false to export"),
     *(("mlx", name, {}, *QWEN3_5, f"to export head {name} for mlx, but is mlx: mtptrain does not write this head for")
       for name in ("dflash2", "dspark", "native_mtp", "peagle", "eagle", "medusa")),
