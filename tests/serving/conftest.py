@@ -162,7 +162,7 @@ def run_of(
         targets = target_of
         if engine == "mlx":
             targets = request.getfixturevalue("mlx_target_of")
-            target = "llama" if head == "draft_model" else "qwen3_5"
+            target = {"eagle3": "qwen3_5", "dflash": "qwen3_5_shared"}.get(head, "llama")
         target_dir = targets(target).directory
         programs = {
             "vllm": lambda: f"serving.program={request.getfixturevalue('vllm_python')}",

@@ -1,18 +1,23 @@
 """Tests that MLX's counters equal ours, and that each of its traps is found."""
 
+import random
 import shlex
+import string
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
+from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.engines.mlx.engine import ENGINE
 from mtptrain.engines.process import started
+from mtptrain.heads.base import Head
 from tests.conftest import Run
 from tests.serving.breaks import BREAKS
 from tests.serving.cases import Case, cases_of, each
-from tests.serving.ours import Serve, check_equal
+from tests.serving.ours import OnDisk, Serve, check_equal, decoded_here
 from tests.serving.workers import launch_of, run_readme
 
 TARGETS = {"eagle3": "qwen3_5", "dflash": "qwen3_5_shared", "draft_model": "llama"}
@@ -39,17 +44,36 @@ def test_a_head_that_misses_the_prompts_first_token_accepts_other_drafts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", TARGETS)
-def test_the_readme_of_an_export_decodes(
-    run_of: Callable[[str], Run], mlx_python: Path, tmp_path: Path, head: str
+def test_the_readme_of_a_draft_models_export_starts_a_server(
+    run_of: Callable[[str], Run], mlx_python: Path, tmp_path: Path
 ) -> None:
-    export = run_of(f"mlx {head}")[0] / "export/mlx"
-    if head != "draft_model":
-        assert run_readme(export, mlx_python, tmp_path).strip()
-        return
-    program, *arguments = shlex.split(launch_of(export))
+    program, *arguments = shlex.split(launch_of(run_of("mlx draft_model")[0] / "export/mlx"))
     with started(program, [mlx_python.parent / program, *arguments], tmp_path / "log") as server:
         server.wait()
         asked = {"prompt": "def main", "max_tokens": 8}
         [choice] = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60.0).json()["choices"]
         assert choice["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+def test_the_readme_of_an_export_has_a_program_that_accepts_our_drafts(
+    run_of: Callable[[str], Run],
+    mlx_python: Path,
+    mlx_target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path: Path,
+    head: str,
+) -> None:
+    """With another block size, or a prompt of which the head sees the last token, other drafts are accepted."""
+    readme = (run_of(f"mlx {head}")[0] / "export/mlx/README.md").read_text()
+    text = "".join(random.Random(1).choices(string.ascii_letters, k=200))
+    shown = "print('\\n', *draft.accept_lens)\nEND"
+    (tmp_path / "README.md").write_text(readme.replace("def main", text).replace("\nEND", f"\n{shown}"))
+    theirs = [int(each) for each in run_readme(tmp_path, mlx_python, tmp_path).rpartition("\n ")[2].split()]
+    on_disk = mlx_target_of(TARGETS[head])
+    prompt = AutoTokenizer.from_pretrained(on_disk.directory)(text).input_ids
+    drafter = HeadDrafter(head_of(head, TARGETS[head]), on_disk.target.parts, 3)
+    [ours] = decoded_here(on_disk.target, drafter, 3, prompts=[prompt])
+    *rounds, _ = ours.accepted_by_round  # the last may be cut off, where the program's answer is longer
+    assert theirs[: len(rounds)] == rounds and max(rounds) == 3, (theirs, rounds)
