@@ -50,7 +50,7 @@ from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import check_weights, refuse_quantised_parts
+from mtptrain.target.frozen_parts import check_parts, check_weights
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
@@ -141,7 +141,7 @@ def prepare_extraction(run: Run) -> Extraction:
     """Read the prompts and the target's config, and check that they match each other and the settings."""
     config, settings, documents = run.config, run.config.hidden_states, run.documents(Split.train)
     target_config = run.target.config
-    refuse_quantised_parts(run.target.directory)  # training would refuse them only after hours of extraction
+    check_parts(run.target.directory)  # training would refuse them only after hours of extraction
     check_weights(run.target.directory)
     head_type = HEADS[config.head.name]
     head_type.check_trainable(config.head, target_config)

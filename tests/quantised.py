@@ -1,4 +1,4 @@
-"""Writes tiny quantised targets in the compressed-tensors format, as llm-compressor saves them."""
+"""Writes tiny quantised targets in formats of compressed-tensors, as llm-compressor saves them."""
 
 import json
 import shutil
@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 GROUP_SIZE = 32
 INTEGERS = {"type": "int", "symmetric": True}
@@ -46,13 +50,16 @@ def int4_weight(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Te
     return stored, (values * scale[..., None]).flatten(1)
 
 
-def quantise(source: Path, directory: Path, name: str) -> dict[str, torch.Tensor]:
-    """Writes a copy of a target whose projections are quantised, and returns its weights after dequantisation."""
+def quantise(source: Path, directory: Path, name: str, lm_head: bool = False) -> dict[str, torch.Tensor]:
+    """Writes a copy of a target whose projections are quantised, and returns its weights after dequantisation.
+
+    With `lm_head`, that is quantised too.
+    """
     shutil.copytree(source, directory)
     stored, dequantised = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
         stored[key] = dequantised[key] = tensor
-        if key.endswith("proj.weight"):
+        if key.endswith("proj.weight") or (lm_head and key == "lm_head.weight"):
             parts, dequantised[key] = (int8_weight if name == "int8" else int4_weight)(stored.pop(key).float())
             stored |= {key.removesuffix("weight") + part: value for part, value in parts.items()}
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
@@ -62,8 +69,37 @@ def quantise(source: Path, directory: Path, name: str) -> dict[str, torch.Tensor
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
+        "ignore": [] if lm_head else ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear", *["lm_head"] * lm_head], **scheme}},  # vLLM needs the name
     }
     (directory / "config.json").write_text(json.dumps(config))
     return dequantised
+
+
+def compress(source: Path, directory: Path, preset: str, kind: str = "Linear") -> None:
+    """Writes a copy of a target in which compressed-tensors itself quantised all modules of a kind in bf16."""
+    shutil.copytree(source, directory)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    scheme = preset_name_to_scheme(preset, [kind])
+    args = scheme.weights
+    assert args is not None
+    args.group_size, args.block_structure = args.group_size and 32, args.block_structure and [32, 32]
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}))
+    for module in (each for each in model.modules() if hasattr(each, "quantization_scheme")):
+        weight = module.weight.float()
+        shape = {"channel": (1, -1), "block": (32, 32)}.get(args.strategy, (1, 32))
+        blocks = weight.unflatten(1, (-1, shape[1] if shape[1] > 0 else weight.shape[1])).unflatten(0, (-1, shape[0]))
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+        if args.strategy == "tensor":
+            low, high = low.amin(), high.amax()
+        factor = generate_gparam(weight.min(), weight.max()) if hasattr(module, "weight_global_scale") else None
+        scale, zero_point = calculate_qparams(low, high, args, factor)
+        found = {"weight_scale": scale, "weight_zero_point": zero_point, "weight_global_scale": factor}
+        for name, value in found.items():
+            if hasattr(module, name):
+                getattr(module, name).data.copy_(value)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    compressor.update_config(str(directory))

@@ -126,6 +126,6 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
     """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model."""
     refuse_other_sizes(head.config, target.config)
     state, stored = head.state_dict(), stored_tensors(target.directory)
-    refuse_quantised(stored, tuple(name.removesuffix("weight") for name in state))
+    refuse_quantised(stored, [name.rpartition(".")[0] for name in state])
     refuse_missing(target.directory, state.keys() - stored.keys())
     head.load_state_dict({name: stored[name].read() for name in state})

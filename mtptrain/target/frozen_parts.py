@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -16,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
 from mtptrain.target.form import TargetForm, build_on_meta, find_form
 from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
+from mtptrain.target.quantised import dequantised, quantised_modules
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import tensor_shapes
 
@@ -154,44 +156,76 @@ class FrozenParts:
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:
-    """Read only the embeddings, final norm and lm_head from the target's safetensors files."""
-    config = read_target_config(target_dir)
-    refuse_quantised_parts(target_dir)
-    wanted, tensors = {*find_form(config).part_names(config.tie_word_embeddings).values()}, check_weights(target_dir)
-    refuse_missing(target_dir, wanted - tensors.keys())
-    return FrozenParts.of(config, {name: tensors[name].read() for name in wanted})
+    """Read only the embeddings, final norm and lm_head from the target's safetensors files.
+
+    A quantised lm_head is dequantised in fp32.
+    """
+    config, tensors = read_target_config(target_dir), check_weights(target_dir)
+    names = {*find_form(config).part_names(config.tie_word_embeddings).values()}
+    lm_head = _dequantised(check_parts(target_dir), tensors)
+    refuse_missing(target_dir, names - tensors.keys() - lm_head.keys())
+    return FrozenParts.of(config, {name: tensors[name].read() for name in names - lm_head.keys()} | lm_head)
 
 
-def refuse_quantised_parts(target_dir: Path) -> None:
-    """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files."""
-    form = find_form(read_target_config(target_dir))
-    prefixes = (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}.")
-    refuse_quantised(stored_tensors(target_dir), prefixes)
+def check_parts(target_dir: Path) -> dict[str, nn.Module]:
+    """Refuse quantised embeddings and final norms. Reads only the headers of the target's files.
+
+    Returns:
+        A quantised lm_head, by its name: see `quantised_modules`. Empty if it is not quantised.
+    """
+    config, tensors = read_target_config(target_dir), stored_tensors(target_dir)
+    form = find_form(config)
+    plain = [form.embed_tokens, form.norm, *([form.lm_head] if config.tie_word_embeddings else [])]
+    refuse_quantised(tensors, plain)
+    quantised = [] if form.lm_head in plain or not _is_quantised(_of(form.lm_head, tensors)) else [form.lm_head]
+    return quantised_modules(target_dir, config, quantised, are_outputs=True)
 
 
-def refuse_quantised(tensors: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> None:
-    """Refuse quantised tensors and their scales in modules with one of these prefixes."""
-    for in_model, (path, name, dtype, _) in sorted(tensors.items()):
-        module, _, parameter = name.rpartition(".")
-        if in_model.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
+def _of(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns a module's own tensors, by their names in it."""
+    return {
+        name.removeprefix(f"{module}."): each for name, each in tensors.items() if name.rpartition(".")[0] == module
+    }
+
+
+def _is_quantised(tensors: Mapping[str, StoredTensor]) -> bool:
+    return any(each.dtype not in PLAIN_DTYPES or "scale" in name for name, each in tensors.items())
+
+
+def _dequantised(modules: Mapping[str, nn.Module], tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights [D, H] of quantised modules in fp32, by name."""
+    stored = {name: {part: each.read() for part, each in _of(name, tensors).items()} for name in modules}
+    return {f"{name}.weight": dequantised(module, stored[name]) for name, module in modules.items()}
+
+
+def refuse_quantised(tensors: Mapping[str, StoredTensor], modules: Iterable[str]) -> None:
+    """Refuse quantised modules, by their names in transformers' model."""
+    for found in (_of(module, tensors) for module in modules):
+        if _is_quantised(found):
+            path, name, dtype, _ = next(each for part, each in found.items() if _is_quantised({part: each}))
             raise UserError(
-                f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
-                f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
+                f"target.path: {name.rpartition('.')[0]} must be unquantised, because it is read without scales, but "
+                f"{path} has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
                 "quantised"
             )
 
 
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the last decoder layer in fp32, by their names inside it; norm weights include the 1."""
+    """Returns the tensors of the last decoder layer in fp32, dequantised, by their names inside it.
+
+    Norm weights include the 1.
+    """
     config = read_target_config(target_dir)
     form = find_form(config)
     prefix = f"{form.layers}.{config.num_hidden_layers - 1}."
-    tensors = stored_tensors(target_dir)
-    refuse_quantised(tensors, (prefix,))
+    tensors = {name: each for name, each in stored_tensors(target_dir).items() if name.startswith(prefix)}
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    quantised = [module for module in modules if _is_quantised(_of(module, tensors))]
+    weights = _dequantised(quantised_modules(target_dir, config, quantised), tensors)
+    plain = {name: each.read() for name, each in tensors.items() if name.rpartition(".")[0] not in quantised}
     return {
-        name.removeprefix(prefix): tensor.read().float() + form.norm_offset * name.endswith("norm.weight")
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): tensor.float() + form.norm_offset * name.endswith("norm.weight")
+        for name, tensor in (plain | weights).items()
     }
 
 

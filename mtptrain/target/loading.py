@@ -17,7 +17,7 @@ from transformers.utils import logging
 from mtptrain.target.causal_attention import MaskOf
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_weights, refuse_missing
+from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_parts, check_weights, refuse_missing
 from mtptrain.target.hub import INDEX, weight_files
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError, refusing
@@ -71,6 +71,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors restores the weights when the whole model is first called, but `Target` calls parts of it.
         model.hf_quantizer.compressor.decompress_model(model)
+        for module in (each for each in model.modules() if hasattr(each, "quantization_scheme")):
+            module.weight.data = module.weight.data.to(dtype)  # weights of 4-bit floats become bf16
     model.generation_config.eos_token_id = list(ends)
     target = Target(model)
     check_target(target)
@@ -80,6 +82,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a target that `load_target` could not place, before any long work."""
     check_weights(target_dir)
+    check_parts(target_dir)
     if (index := target_dir / INDEX).is_file():  # transformers would end in a KeyError
         read_json(index, 'add "metadata": {}, which transformers reads', ["metadata"])
     check_quantisation(target_dir, dtype, device)

@@ -85,6 +85,8 @@ EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "e
 OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
 NOT_READ = "the tokenizer must be readable by transformers, but transformers reports"
 UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
+UNKNOWN = r"target\.path: {} must be unquantised, or its weight .*quantised by compressed-tensors, .* has {} for it"
+NO_METHOD = "no quant_method and no scheme"
 NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but transformers reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states."
@@ -154,7 +156,8 @@ IN_WEIGHTS: Cases = [
     (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
     (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
     (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
-    (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
+    (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNKNOWN.format("lm_head", NO_METHOD)),
+    (added(**{EMBEDDINGS[:-7] + ".weight_scale": torch.ones(260, 1)}), UNQUANTISED.format(*[EMBEDDINGS[:-7]] * 2)),
 ]
 CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (read_target_config, IN_CONFIG),
@@ -164,7 +167,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
     (weights_fingerprint, [(index({}), f"/{INDEX}: must name the file of each tensor in weight_map, but does not")]),
     (
         load_last_layer,
-        [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNQUANTISED.format(*[UP[:-7]] * 2))],
+        [(added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}), UNKNOWN.format(UP[:-7], NO_METHOD))],
     ),
     (
         place,
