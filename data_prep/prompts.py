@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource
-from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import (
     REPORT_FILE,
@@ -63,7 +62,6 @@ def prepare_prompts(run: Run) -> PromptsReport:
     report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over))
     counts = report.counts
     counts["items"] = len(source.names) + len(source.refused)
-    counts["is_dated"] += prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
     counts["questions"] = len(set(source.groups))
     members = Counter(dict(zip(source.groups, clusters, strict=True)).values())
     counts["near_duplicates"] = sum(count for count in members.values() if count > 1)

@@ -33,7 +33,6 @@ COUNTS = {
     "answers_untrained": "assistant turns left out of the loss, because they are not to be trained",
     "answers_endless": "assistant turns without a supervised end, because the chat template writes nothing after the "
     "last one; correct the template, or the head never learns to draft the end",
-    "is_dated": "chat template that can write the date of this run into the prompts (strftime_now)",
     "without_drafts": "documents whose answers are too short to draft a token",
     "beyond_max_train_tokens": "items left out, in whole or in part, because of prompts.max_train_tokens",
 }

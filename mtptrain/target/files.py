@@ -92,6 +92,11 @@ class TargetFiles:
         end = self.tokenizer.eos_token_id
         return found.ending_at(end if end is not None and end < self.config.vocab_size else None)
 
+    @property
+    def gguf_metadata(self) -> Mapping[str, Any]:
+        """The metadata of the target's GGUF file; nothing without one."""
+        return read_header(self.gguf).metadata if self.gguf is not None and self.gguf.is_file() else {}
+
     @cached_property
     def gguf_generation(self) -> GenerationDefaults:
         """What the target's GGUF file asks of whoever generates with it; nothing without one."""

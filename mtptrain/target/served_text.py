@@ -5,22 +5,24 @@ A target may have several chat templates. transformers, and with it vLLM and SGL
 the template of transformers' processor, which prefers `chat_template.json` to both (processing_utils.py).
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import dropwhile, takewhile
+from functools import partial
+from itertools import dropwhile, product, takewhile
 from typing import Any
 
 import transformers
 from jinja2 import nodes
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
 
 from mtptrain.target.files import RENDERED, TargetFiles, names_in, parsed_template
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, read_header
+from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
@@ -32,11 +34,20 @@ READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with 
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
 TEXT = "It's  12345 words\n\n a"
 """Is cut in other places by other rules for words, numbers and spaces."""
 UNNAMED = {"llama": "CodeLlamaTokenizer"}
 """The class that transformers 5.5 takes for a family, and later ones do not, if no file names one."""
+FLAGS, NOT_OF_PHI = ("lstrip", "rstrip", "single_word"), ("<unk>", "<s>", "<|endoftext|>")
+"""What llama.cpp b11434 does not read of added tokens; in a file that `general.name` calls a phi-3, all but three strip
+the space after them (src/llama-vocab.cpp)."""
+LLAMA = f"llama.cpp, which passes over {', '.join(FLAGS)} of added tokens,"
+AS_IT_IS = (
+    f"set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with which all read tokenizer.json as it is (except "
+    "for a qwen2, which keeps its class)"
+)
 AS_STORED = {
     *(family for family, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items() if name == "TokenizersBackend"),
     *(tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS | {"deepseek_v2", "deepseek_v3", "deepseek_v32"}),
@@ -47,8 +58,13 @@ AS_STORED = {
 def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     yield from tokens_elsewhere(target)
-    # 1. Compare the chat templates of all files. transformers takes the first.
-    in_gguf = {} if target.gguf is None or not target.gguf.is_file() else read_header(target.gguf).metadata
+    for each in (_templates_elsewhere, _llama_tokens_elsewhere, _modes_elsewhere, _lists_elsewhere, _ends_elsewhere):
+        yield from each(target)
+
+
+def _templates_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares the chat templates of all files. transformers takes the first."""
+    in_gguf = target.gguf_metadata
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
     first = next((str(path.relative_to(target.directory)) for path in files if path.is_file()), JINJA)
     settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
@@ -75,12 +91,16 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"{target.directory}: all servers should find the chat template of {ours}, but {READERS[CONFIG]} takes "
             f"none, as for `chat_template: null` in {CONFIG}; remove such a key, and keep the template in {JINJA}"
         )
-    # 2. Compare what llama-server makes of a chat, which gives its own tokens to the template, and adds them itself.
+
+
+def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares what llama-server makes of a chat, which gives its own tokens to the template, and adds them itself."""
     tokenizer, llama = target.tokenizer, llama_tokens(target)
+    if llama.unknown:
+        yield llama.unknown
+        return
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    question = _accepted(tokenizer, {"role": "user", "content": "a"})
-    answered = _accepted(tokenizer, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-    for chat in (question, answered):
+    for chat in _chats(tokenizer):
         ours, theirs = _rendered(tokenizer, *chat), _rendered(tokenizer, *chat, bos_token=bos, eos_token=eos)
         if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
@@ -88,10 +108,7 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             mend = f"name the same bos_token and eos_token in {CONFIG}, in config.json and in the GGUF file"
             if llama.adds["bos"] and theirs == bos + ours:
                 mend = f"correct the template, or start llama-server with {OVERRIDE.format('bos', 'false')}"
-            yield (
-                f"{target.directory}: llama-server should make the same text of a chat as the tokenizer, and so vLLM "
-                f"and SGLang, but makes {theirs or 'an error'!r} of one that is {ours!r} here; {mend}"
-            )
+            yield _other_text(target, "llama-server", "", theirs, ours, mend)
             break
     if llama.adds["eos"]:
         yield (
@@ -99,7 +116,11 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f" but llama-server adds {eos} to the prompt; start it with {OVERRIDE.format('eos', 'false')}"
         )
 
-    # 3. Compare the modes that llama-server sets in a template, and the prompts of different days.
+
+def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares the modes that llama-server sets in a template, and the prompts of different days."""
+    tokenizer = target.tokenizer
+    question, answered = _chats(tokenizer)
     if "enable_thinking" not in target.template_kwargs:
         ours, thinks, skips = (
             _rendered(tokenizer, *question, add_generation_prompt=True, **set_to)
@@ -110,12 +131,9 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
         if ours and (ours != thinks or (ours != skips and not is_found)):
             value, theirs, flag = ("true", thinks, "off") if ours != thinks else ("false", skips, "on")
             mend = f"start it with --reasoning {flag}, or " * (ours in (thinks, skips))
-            yield (
-                f"{target.directory}: llama-server should make the same prompt of a chat as the tokenizer, but sets "
-                "enable_thinking, true where it finds thoughts in the template and else false, and for "
-                f"enable_thinking={value} makes {theirs or 'an error'!r} of one that is {ours!r} here; {mend}set "
-                f"+prompts.template_kwargs.enable_thinking={value}"
-            )
+            how = "sets enable_thinking, true where it finds thoughts in the template and else false, and for "
+            mend += f"set +prompts.template_kwargs.enable_thinking={value}"
+            yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
     if _rendered(tokenizer, *answered) and not _rendered(tokenizer, *answered, strftime_now=""):  # it is called
         read = sorted(names_in(tokenizer.get_chat_template()) - {*RENDERED, "strftime_now"})
         pin = next((each for each in read if _rendered(tokenizer, *answered, strftime_now="", **{each: "a day"})), None)
@@ -125,23 +143,26 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"writes today's date; {mend or 'write a day in place of strftime_now in the template'}"
         )
 
-    # 4. Compare what vLLM makes of a chat, which passes texts as parts to a template that loops over such.
-    for spaced in (SPACED, SPACED[1:]):
+
+def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares what vLLM makes of a chat, which passes texts as parts to a template that loops over such."""
+    tokenizer = target.tokenizer
+    for tools, spaced in product((None, [TOOL]), (SPACED, SPACED[1:])):
         in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
-        ours, theirs = _rendered(tokenizer, *spaced), _rendered(tokenizer, *in_parts)
-        if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer):
-            yield (
-                f"{target.directory}: vLLM should make the same text of a chat as the tokenizer, but gives the chat "
-                f"template, which loops over `content`, each text as a list, and makes {theirs or 'an error'!r} of one "
-                f"that is {ours!r} here; start it with --chat-template-content-format string"
-            )
+        ours, theirs = (_rendered(tokenizer, *messages, tools=tools) for messages in (spaced, in_parts))
+        if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer.get_chat_template(tools=tools)):
+            how = "gives the chat template, which loops over `content`, each text as a list, and "
+            yield _other_text(target, "vLLM", how, theirs, ours, "start it with --chat-template-content-format string")
             break
 
-    # 5. Find out whether servers end an answer where the template does.
+
+def _ends_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Finds out whether servers end an answer where the template does."""
+    tokenizer, llama = target.tokenizer, llama_tokens(target)
     ends, size = target.generation.eos_token_ids, target.config.vocab_size
     token, text = end_of_turn(tokenizer, ends)
     if text and token not in ends:
-        who = "vLLM and SGLang" if token in llama.ends else "servers"
+        who = "vLLM and SGLang" if token in llama.ends or llama.unknown else "servers"
         advice = f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` in each request"
         if token is not None and token >= size:
             advice = f"correct the template, as {token} is no token of the target, which has {size}"
@@ -174,9 +195,9 @@ def _templates(stored: Any) -> tuple[str, str]:
     return PASSED_OVER.sub("", default), PASSED_OVER.sub("", with_tools)
 
 
-def _loops_over_content(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _loops_over_content(template: str) -> bool:
     """Returns whether vLLM 0.32 finds a loop over a message's content, maybe in a macro (vllm/renderers/hf.py)."""
-    tree, names = parsed_template(tokenizer.get_chat_template()), {"content"}
+    tree, names = parsed_template(template), {"content"}
     macros = {each.name: [argument.name for argument in each.args] for each in tree.find_all(nodes.Macro)}
     for call in tree.find_all(nodes.Call):
         given = [*zip(macros.get(getattr(call.node, "name", ""), ()), call.args, strict=False)]
@@ -194,6 +215,19 @@ def _is_content(node: Any) -> bool:
     return key == "content" and isinstance(node.node, nodes.Name)
 
 
+def _other_text(target: TargetFiles, server: str, how: str, theirs: str, ours: str, mend: str) -> str:
+    return (
+        f"{target.directory}: {server} should make the same text of a chat as the tokenizer, but {how}makes "
+        f"{theirs or 'an error'!r} of one that is {ours!r} here; {mend}"
+    )
+
+
+def _chats(tokenizer: PreTrainedTokenizerBase) -> list[list[dict[str, Any]]]:
+    """Returns a question, and one with its answer."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    return [_accepted(tokenizer, question), _accepted(tokenizer, question, answer)]
+
+
 def _accepted(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a chat, after a system message if the template, an unknown program, demands one."""
     return [*messages] if _rendered(tokenizer, *messages) else [{"role": "system", "content": "s"}, *messages]
@@ -207,38 +241,51 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **v
 
 
 def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
-    """Yields what cuts texts into other tokens than here: the class that older versions take, or tokenizer.json."""
+    """Yields what cuts texts and chats into other tokens than here: another class, tokenizer.json, or llama.cpp."""
     tokenizer, stored, family = target.tokenizer, target.directory / "tokenizer.json", target.config.model_type
     files = [path for path in (target.directory / CONFIG, target.directory / "config.json") if path.is_file()]
     declared = next(filter(None, (read_json(path).get("tokenizer_class") for path in files)), None)
-    name, ours = declared or UNNAMED.get(family, ""), tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    named, others = getattr(transformers, name, type(tokenizer)), dict[str, Any]()
+    name, others = declared or UNNAMED.get(family, ""), dict[str, Callable[[], Any]]()
+    named = getattr(transformers, name, type(tokenizer))
     if family not in AS_STORED and not isinstance(tokenizer, named):
         versions = ["5.19 (of vLLM 0.32)"] * bool(declared) + ["5.5 (of OpenVINO 2026.4.1)"] * (family in UNNAMED)
-        try:
-            theirs = named.from_pretrained(target.directory)(TEXT, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # of a class for other files
-            theirs = error_summary(error)
-        others[f"{name}, which transformers {' and '.join(versions)} chooses,"] = theirs
+        cutter = f"{name}, which transformers {' and '.join(versions)} chooses,"
+        others[cutter] = partial(named.from_pretrained, target.directory)
     if stored.is_file():
-        plain = Tokenizer.from_file(str(stored))
-        plain.no_padding()
-        plain.no_truncation()
-        others["tokenizer.json itself"] = plain.encode(TEXT, add_special_tokens=False).ids
-    for cutter, theirs in others.items():
-        if theirs != ours:
+        others["tokenizer.json itself"] = partial(PreTrainedTokenizerFast, tokenizer_file=str(stored))
+    if any(getattr(token, flag) for token in tokenizer.added_tokens_decoder.values() for flag in FLAGS):
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        is_phi = re.search("phi-?3", str(target.gguf_metadata.get("general.name")).lower()) is not None
+        for token in content["added_tokens"]:
+            token |= dict.fromkeys(FLAGS, False) | {"rstrip": is_phi and token["content"] not in NOT_OF_PHI}
+        plain = Tokenizer.from_str(json.dumps(content))
+        others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=plain)
+    chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
+    texts = TEXT, _rendered(tokenizer, *chat, add_generation_prompt=True)
+    ours = _cut(lambda: tokenizer, texts)
+    for cutter, load in others.items():
+        differing = [each for each in zip(texts, ours, _cut(load, texts), strict=True) if each[1] != each[2]]
+        for text, own, theirs in differing[:1]:
             yield (
-                f"{target.directory}: servers should cut {TEXT!r} into {ours}, as {type(tokenizer).__name__} here, but "
-                f"{cutter} gives {theirs}; set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with "
-                "which all read tokenizer.json as it is (except for a qwen2, which keeps its class)"
+                f"{target.directory}: servers should cut {text!r} into {own}, as {type(tokenizer).__name__} here, but "
+                f"{cutter} gives {theirs}; {'give it prompts as token ids' if cutter == LLAMA else AS_IT_IS}"
             )
     mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
-    if mistral and stored.is_file():
+    if mistral and stored.is_file() and any(target.directory.glob("consolidated*.safetensors")):
         yield (
             f"{target.directory}: servers should read tokenizer.json and the chat template, as here, but vLLM 0.32 "
             f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
-            "for plain text; remove the file from the directory that vLLM serves"
+            "for plain text; start it with --tokenizer-mode hf"
         )
+
+
+def _cut(load: Callable[[], Any], texts: Sequence[str]) -> list[Any]:
+    """Returns the tokens of texts by a tokenizer, or the error of one that is for other files."""
+    try:
+        tokenizer = load()
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    except Exception as error:
+        return [error_summary(error)] * len(texts)
 
 
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
@@ -248,7 +295,9 @@ def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> I
     ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
     start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), 0)
     first, last = ids[:start], ids[start + len(plain) :]
-    if llama.first != first:
+    if llama.unknown:
+        yield llama.unknown
+    elif llama.first != first:
         ours, theirs = (repr(tokenizer.decode(each)) if each else "no token" for each in (first, llama.first))
         override = OVERRIDE.format("bos", str(bool(first)).lower())
         if first and first != [llama.ids["bos"]]:
@@ -257,7 +306,7 @@ def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> I
             f"{target.directory}: llama-server should begin texts with {ours}, as the tokenizer, and so vLLM and "
             f"SGLang, but begins them with {theirs}; start it with {override}"
         )
-    sides = {"vLLM and SGLang, as the tokenizer does": last, "llama-server": llama.adds["eos"]}
+    sides = {"vLLM and SGLang, as the tokenizer does": last, "llama-server": llama.adds["eos"] and not llama.unknown}
     if enders := ", and ".join(name for name, side in sides.items() if side):
         end = tokenizer.decode(last or [llama.ids["eos"]])
         yield (

@@ -112,6 +112,9 @@ class LlamaCpp(RunningEngine):
     def ends_of(self, target: TargetFiles) -> list[int]:
         return llama_tokens(target).ends
 
+    def ends_note(self, target: TargetFiles) -> str:
+        return llama_tokens(target).unknown or super().ends_note(target)
+
     def found(self, key: str) -> tuple[str, str] | None:
         with suppress(UserError):
             program = find_llama_server(None)

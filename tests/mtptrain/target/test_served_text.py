@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
+from mtptrain.engines.table import engine_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.target.served_text import chats_elsewhere, end_of_turn, texts_elsewhere
@@ -163,6 +165,12 @@ MACRO = "{% macro m(of) %}" + LOOP.replace("X", "of") + "{% endmacro %}"
         (MACRO, "-{{ m(message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
         (MACRO, "-{{ m(of=message.content) }}", "", "makes '- Hi - Hi - Hi ' of"),
         (MACRO + "{{ m([]) }}" + FIRST, "-", "", ""),
+        (
+            "{% if tools %}" + FIRST + "{% endif %}",
+            LOOP,
+            CONTENT,
+            r"makes \"\[\{'type': 'text'.* is 'Hi Hi  Hi ' here; start",
+        ),
         (FIRST, "{% set content = message.content %}" + LOOP, "content", "makes"),
         (FIRST, "{% set text = message.content %}" + LOOP, "text", ""),  # in which vLLM sees no loop
         (FIRST, "{{ message.content | join }}", "", ""),
@@ -224,8 +232,48 @@ def test_a_class_of_the_tokenizer_that_some_versions_read_otherwise_is_named(
 def test_files_that_vllm_reads_by_mistral_common_are_named(tmp_path: Path) -> None:
     directory = make_target(tmp_path)
     (directory / "tekken.json").write_text("{}")
+    assert not [*texts_elsewhere([], TargetFiles(directory))]  # vLLM then reads tokenizer.json
+    (directory / "consolidated.safetensors").touch()
     [found] = texts_elsewhere([], TargetFiles(directory))
-    assert "vLLM 0.32 reads tekken.json by mistral_common instead" in found
+    assert "vLLM 0.32 reads tekken.json by mistral_common instead" in found and "--tokenizer-mode hf" in found
+
+
+TAGGED = "{% for message in messages %}<tag>{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "template", "said"),
+    [
+        ({}, "", TAGGED, False),
+        ({"rstrip": True}, "", TAGGED, True),
+        ({"lstrip": True}, "", TAGGED, True),
+        ({"single_word": True}, "", "a" + TAGGED, True),
+        ({"rstrip": True}, "", TAGGED.replace("content", "content | trim"), False),  # no chat has such spaces
+        ({"rstrip": True}, "Phi 3 mini", TAGGED, True),  # by which name llama.cpp does not know the family
+        ({"rstrip": True}, "A phi-3", TAGGED, False),
+        ({"lstrip": True}, "A phi-3", TAGGED, True),
+    ],
+)
+def test_flags_of_added_tokens_that_llama_cpp_does_not_read_are_named(
+    tmp_path: Path, flags: dict[str, bool], name: str, template: str, said: bool
+) -> None:
+    directory = make_target(tmp_path, chat_template=template)
+    tokenizer = TargetFiles(directory).tokenizer
+    tokenizer.add_tokens(AddedToken("<tag>", **flags))
+    tokenizer.save_pretrained(directory)
+    gguf = write_gguf(tmp_path / GGUF, directory, settings={"general.name": name}) if name else None
+    target = TargetFiles(directory, given_gguf=str(gguf) if gguf else None)
+    found = [each for each in chats_elsewhere(target) if "llama.cpp, which passes over" in each]
+    assert len(found) == said, found
+
+
+def test_families_whose_ends_llama_cpp_s_converter_sets_otherwise_are_named(tmp_path: Path) -> None:
+    directory = make_target(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["HunYuanDenseV1ForCausalLM"]}))
+    [found] = chats_elsewhere(TargetFiles(directory))
+    assert found == engine_of("llama_cpp").ends_note(TargetFiles(directory))
+    assert "not known here" in found and "rules of its own for a HunYuanDenseV1ForCausalLM" in found
 
 
 def test_an_end_of_a_turn_is_a_special_token_or_an_end_of_the_target(tiny_target: Path) -> None:
