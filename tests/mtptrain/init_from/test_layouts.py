@@ -17,8 +17,9 @@ from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import HEAD_CONFIGS, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.conftest import make_target
 from tests.mtptrain.engines.conftest import head_config
-from tests.mtptrain.engines.test_formats import CASES
+from tests.mtptrain.engines.test_formats import CASES, QWEN3_5, ROPE, target_of
 from tests.mtptrain.init_from.written_heads import (
     DFLASH,
     DFLASH2,
@@ -42,11 +43,14 @@ def test_every_export_gives_back_the_weights_that_went_in(
     tmp_path: Path, deep_target: Path, engine: str, name: str, settings: dict[str, Any]
 ) -> None:
     """GGUF files of heads are not read; for native_mtp see test_native_mtp.py."""
-    config = head_config(name, **settings)
-    state = write(tmp_path / "head", engine, config, deep_target)
+    config, target_dir = head_config(name, **settings), deep_target
+    if target_of(engine, name) is QWEN3_5:
+        rope = {"rope_parameters": ROPE, "pad_token_id": 0}
+        target_dir = make_target(tmp_path / "target", "qwen3_5_text", rope, num_hidden_layers=4)
+    state = write(tmp_path / "head", engine, config, target_dir)
     if name in ("eagle3", "peagle"):  # engines count layers differently
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
-    assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(deep_target))[1], state)
+    assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(target_dir))[1], state)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 64}
