@@ -1,5 +1,6 @@
 """Gives every prompt source the same interface: named files, conversations or rows of tokens, encoded on demand."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .conversations import Source, read_conversations, row_name
 from .near_duplicates import join_near_duplicates
 from .renderings import EncodedItem, Encoding, check_chat_template
 from .responses.store import read_responses
+from .traces import documents_of, is_written, read_calls
 
 
 def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> tuple[Source, list[str]]:
@@ -67,16 +69,28 @@ class Texts(Source):
 
 
 class TokenRows(Source):
-    """Rows that somebody else has tokenized, each with the loss mask that says what is supervised."""
+    """Rows that somebody else has tokenized, each with the loss mask that says what is supervised, and traces."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         # Answers to one prompt stay together: a group is named by the tokens before the first supervised one, if any.
+        if (calls := read_calls(row) if isinstance(row, Mapping) else None) is not None:
+            if self.form.drop_failed and row.get("ok") is False:
+                raise ConversationRefused("a run that failed, which prompts.drop_failed leaves out")
+            name, asked = json.dumps(calls).encode(), row.get("session_id") or calls[0].prompt
+            return row_name(row, name), short_hash(json.dumps(asked).encode()), set()
         encoding, passed_over = read_tokens(row, self.form.metadata)
         ids, num_asked = encoding.input_ids, int(encoding.loss_mask.argmax())
         return row_name(row, ids.tobytes()), short_hash(ids[: num_asked or None].tobytes()), passed_over
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
-        return [EncodedItem([read_tokens(self.row(index), self.form.metadata)[0]]) for index in indices]
+        return [self._encode(tokenizer, self.row(index)) for index in indices]
+
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> EncodedItem | str:
+        if (calls := read_calls(row)) is None:
+            return EncodedItem([read_tokens(row, self.form.metadata)[0]])
+        if not all(is_written(call, tokenizer) for call in calls):
+            return "token ids that do not give the texts of the trace, as those of another tokenizer do"
+        return EncodedItem(documents_of(calls))
 
 
 def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set[str]]:

@@ -59,10 +59,11 @@ class RowFormat:
     schema: ConversationSchema = ConversationSchema.auto
     metadata: Collection[str] = ()
     roles: Mapping[str, str] = field(default_factory=dict)
+    drop_failed: bool = False
 
     @staticmethod
     def of(prompts: PromptsConfig) -> "RowFormat":
-        return RowFormat(prompts.schema, prompts.metadata, prompts.roles)
+        return RowFormat(prompts.schema, prompts.metadata, prompts.roles, prompts.drop_failed)
 
 
 ANY_SCHEMA = RowFormat()

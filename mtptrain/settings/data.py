@@ -50,7 +50,7 @@ class PromptSource(StrEnum):
     responses = "responses"
     """The conversations of `prompts.paths` with the responses that mtptrain responses generated in this run_dir."""
     tokens = "tokens"
-    """Rows that are tokenized already, with `input_ids` and `loss_mask`."""
+    """Rows that are tokenized already, with `input_ids` and `loss_mask`, and traces with token ids: docs/traffic.md."""
 
     @property
     def is_chat(self) -> bool:
@@ -100,6 +100,8 @@ class PromptsConfig:
     metadata: list[str] = field(default_factory=list, metadata=each_named())
     """All but `text_files`: names of columns and message keys to pass over, although their names say that they change
     what is trained. Others that are not read are passed over anyway, and named in the report."""
+    drop_failed: bool = False
+    """`tokens`: leave out traces of Verifiers whose `ok` is false. Otherwise, they are trained on too."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
     are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""

@@ -1,0 +1,117 @@
+"""Reads the exact token ids of what a target wrote, out of what engines and agents log.
+
+Read are answers of OpenAI-style servers with `return_token_ids` (vLLM 0.32: `prompt_token_ids`, and `token_ids` of a
+choice), trajectories of Harbor's ATIF 1.4 and later, and traces of Verifiers 0.4. docs/traffic.md says how to log them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.data.conversation import ConversationRefused
+from mtptrain.utils.errors import error_summary
+
+from .renderings import Encoding
+
+NO_IDS = "a trace without token ids, which docs/traffic.md says how to log; for its texts, prompts.source=conversations"
+
+
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character. Servers write one for several, as they decode token by token."""
+
+
+class Call(NamedTuple):
+    """One answer of the target."""
+
+    prompt: list[int]
+    """All tokens that the target read before it, at least one."""
+    answer: list[int]
+    text: Any
+    """A part of the answer, by which another tokenizer is found if it is a text."""
+
+
+def read_calls(row: Mapping[str, Any]) -> list[Call] | None:
+    """Returns the answers in a trace, in their order; None if a row is none.
+
+    Raises:
+        ConversationRefused: if it has no token ids, or is not as its format says.
+    """
+    try:
+        calls = _calls(row)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ConversationRefused(f"a trace in another form: {error_summary(error)}") from error
+    if calls is not None and not calls:
+        raise ConversationRefused(NO_IDS)
+    if not all(type(token) is int and token >= 0 for call in calls or () for token in chain(call.prompt, call.answer)):
+        raise ConversationRefused("token ids that are no whole numbers")
+    return calls
+
+
+def _calls(row: Mapping[str, Any]) -> list[Call] | None:
+    body = row.get("response", row)
+    if "nodes" in row:
+        if row.get("mm_token_type_id_map"):
+            raise ConversationRefused("a trace with images or videos")
+        return [*_of_nodes(row["nodes"])]
+    if str(row.get("schema_version")).startswith("ATIF"):
+        return [*_of_steps(row["steps"])]
+    return [*_of_choices(body)] if isinstance(body, Mapping) and "choices" in body else None
+
+
+def _of_choices(body: Mapping[str, Any]) -> Iterator[Call]:
+    for choice in body["choices"]:
+        prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if prompt and choice.get("token_ids"):
+            yield Call(prompt, choice["token_ids"], (choice.get("message") or {}).get("content") or choice.get("text"))
+
+
+def _of_steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    for step in steps:
+        metrics = step.get("metrics") or {}
+        prompt, answer = (metrics.get(f"{name}_token_ids") for name in ("prompt", "completion"))
+        if step.get("source") != "agent" or step.get("is_copied_context") or not prompt or not answer:
+            continue
+        if (step.get("llm_call_count") or 1) > 1:
+            raise ConversationRefused("a step of several calls, whose token ids cannot be told apart")
+        yield Call(prompt, answer, None)  # agents parse the answer before they log it
+
+
+def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    """Yields the answers of a message graph. Tokens of a node follow those of its parent; masked ones are sampled."""
+    paths: list[list[int]] = []
+    for node in nodes:
+        ids, mask, parent = node.get("token_ids") or [], node.get("mask") or [], node.get("parent")
+        before = [] if parent is None else paths[parent]
+        paths.append([*before, *ids])
+        start = mask.index(True) if True in mask else len(ids)
+        if not all(mask[start:]):
+            raise ConversationRefused("a node that goes on after the sampled tokens")
+        if (before or start) and start < len(ids):
+            yield Call([*before, *ids[:start]], ids[start:], (node.get("message") or {}).get("content"))
+
+
+def documents_of(calls: Sequence[Call]) -> list[Encoding]:
+    """Returns the fewest documents in which every answer is supervised once, after exactly the tokens before it.
+
+    A call that goes on from an earlier one shares its document. Where an agent has cut or rewritten its context, or
+    asked for several answers to one prompt, another document begins.
+    """
+    found: list[tuple[int, list[int], list[int]]] = []
+    for number, (prompt, answer, _) in enumerate(calls):
+        same = (each for each in reversed(found) if prompt[: len(each[1])] == each[1])
+        if (document := next(same, None)) is None:
+            found.append(document := (number, [], []))
+        _, ids, mask = document
+        mask += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
+        ids += [*prompt[len(ids) :], *answer]
+    return [Encoding(np.array(ids, np.int32), np.array(mask, np.uint8), turn) for turn, ids, mask in found]
+
+
+def is_written(call: Call, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether an answer's tokens hold its text, up to whitespace. A text with broken characters is not read."""
+    text = "".join(call.text.split()) if isinstance(call.text, str) else ""
+    decoded = (str(tokenizer.decode(call.answer, skip_special_tokens=skip)) for skip in (False, True))
+    return REPLACEMENT in text or any(text in "".join(each.split()) for each in decoded)
