@@ -38,6 +38,7 @@ GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("eos_token_ids", "tokenizer_eos_token_id", "max_new_tokens", "max_length", "min_new_tokens"),
+    *("min_length", "num_beams"),
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias"),
     *("forced_bos_token_id", "forced_eos_token_id"),
 )
@@ -48,6 +49,7 @@ class Applied(StrEnum):
     """Whether an engine applies a setting to a request that leaves it out."""
 
     yes = "yes"
+    if_silent = "if the file names none"
     without_drafts = "without drafts"
     refused = "refused with drafts"
     always_refused = "refused"
@@ -153,7 +155,9 @@ class Engine(ABC):
         """Returns the tokens at which the engine ends an answer, as the target's files say."""
         own, of_tokenizer = target.own_generation.eos_token_ids, as_ids(target.tokenizer.eos_token_id)
         read = {"eos_token_ids": own, "tokenizer_eos_token_id": of_tokenizer}
-        return [token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens]
+        found = [token for name, tokens in read.items() if self.applies.get(name) is Applied.yes for token in tokens]
+        is_silent = not found and self.applies.get("tokenizer_eos_token_id") is Applied.if_silent
+        return of_tokenizer if is_silent else found
 
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""

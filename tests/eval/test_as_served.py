@@ -154,6 +154,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert "With drafts it refuses sampled requests that leave out min_p. To switch that off, start vLLM" in note
 
 
+GROUPS = "num_beams with such num_beam_groups and diversity_penalty"
+
+
 def test_settings_with_which_an_engine_fails_without_drafts_or_with_long_prompts_are_named(tmp_path: Path) -> None:
     target, refuses = (
         make_speaking_target(tmp_path),
@@ -169,6 +172,14 @@ def test_settings_with_which_an_engine_fails_without_drafts_or_with_long_prompts
         ("openvino", {"repetition_penalty": 1.0, "num_beams": 2}, ""),
         ("openvino", {"min_new_tokens": 5, "max_new_tokens": 3}, refuses.format("min_new_tokens above max_new_tokens")),
         ("openvino", {"min_new_tokens": 5}, ""),
+        ("openvino", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, ""),
+        ("openvino", {"num_beams": 4, "num_beam_groups": 2}, refuses.format(GROUPS)),
+        ("openvino", {"num_beams": 4, "diversity_penalty": 1.0}, refuses.format(GROUPS)),
+        (
+            "openvino",
+            {"max_length": 20, "max_new_tokens": 4},
+            "Without drafts, a prompt of 20 tokens or more, the max_l",
+        ),
         (
             "transformers",
             {"max_length": 20},

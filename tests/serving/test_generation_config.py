@@ -45,7 +45,7 @@ LENGTHS = {"max_new_tokens": CUT, "max_length": SHORT + CUT}
 ENDS = {"tokenizer_eos_token_id": 3, "eos_token_ids": 4}
 """The prompt whose answer has each kind of end."""
 SAMPLED_FURTHER = {"typical_p": 0.05, "epsilon_cutoff": 0.3, "eta_cutoff": 0.5, "top_h": 0.02}
-FURTHER = {"min_length": SHORT + LIMIT, "num_beams": 4, "guidance_scale": 3.0, "encoder_repetition_penalty": 50.0}
+FURTHER = {"guidance_scale": 3.0, "encoder_repetition_penalty": 50.0}
 """Settings that of all engines transformers alone knows."""
 Answers = dict[str, Any]
 """The answers to all prompts by case, or the text of the engine's error."""
@@ -98,12 +98,19 @@ def asked(
     first, seen = greedy[0][0], [answer[5] for answer in greedy[:3]]
     changing = {
         **{"repetition_penalty": 2.0, "presence_penalty": 2.0, "frequency_penalty": 2.0, "min_new_tokens": LIMIT},
+        **{"min_length": SHORT + LIMIT, "num_beams": 4},
         **{"suppress_tokens": seen, "begin_suppress_tokens": [first], "bad_words_ids": [[token] for token in seen]},
         **{"no_repeat_ngram_size": 1, "sequence_bias": [[[token], -100.0] for token in seen]},
         **{"forced_bos_token_id": first - 1, "forced_eos_token_id": first - 1, **LENGTHS},
     }
     plain = {"do_sample": False, "temperature": 0.0, "eos_token_id": [EOS + 1, end]}
-    cases = {"plain": {}, "hot": HOT, **AS_GREEDY, **{name: {name: value} for name, value in changing.items()}}
+    cases = {
+        "plain": {},
+        "silent": {"eos_token_id": None},
+        "hot": HOT,
+        **AS_GREEDY,
+        **{name: {name: value} for name, value in changing.items()},
+    }
     limits = {name: (plain | case, None if name in LENGTHS else LIMIT) for name, case in cases.items()}
     return Asked(on_disk, head_of, directory, [short[index] for index in chosen], greedy, limits)
 
@@ -113,7 +120,7 @@ def is_applied(setting: str, answers: Answers, asked: Asked) -> bool:
     greedy, plain = asked.greedy[:3], answers["plain"]
     if setting in ENDS:
         return bool(plain[ENDS[setting]] != asked.greedy[ENDS[setting]])
-    if setting == "min_new_tokens":
+    if setting in ("min_new_tokens", "min_length"):
         return bool(answers[setting] != plain)
     found = answers[setting][:3]
     if setting in AS_GREEDY:  # the beginning: at vLLM's lowest temperature, 0.01, a token nearly as likely may be drawn
@@ -130,6 +137,9 @@ def check(engine: str, asked: Asked, without: Answers, drafted: Answers) -> None
             found[setting] = Applied.refused
         elif not is_applied(setting, drafted, asked):
             found[setting] = Applied.without_drafts
+    place = ENDS["tokenizer_eos_token_id"]
+    if all(each["plain"][place] != each["silent"][place] for each in (without, drafted)):
+        found["tokenizer_eos_token_id"] = Applied.if_silent
     assert found == {name: how for name, how in engine_of(engine).applies.items() if name in GENERATION_SETTINGS}
 
 

@@ -20,7 +20,7 @@ from mtptrain.heads.dflash import layer_kinds
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
 from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, NEUTRAL, PENALTIES, as_ids
+from mtptrain.target.generation import FILE, NEUTRAL, PENALTIES
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
@@ -38,7 +38,8 @@ class Openvino(WorkerEngine):
     formats = {"eagle3": OpenvinoEagle3, "dflash": OpenvinoDflash, "draft_model": OpenvinoDraftModel}  # noqa: RUF012
     applies = {  # noqa: RUF012 (never changed)
         **dict.fromkeys((*NEUTRAL, "do_sample", "max_new_tokens", "max_length"), Applied.without_drafts),
-        **{"min_new_tokens": Applied.without_drafts, "eos_token_ids": Applied.yes},
+        **dict.fromkeys(("min_new_tokens", "num_beams"), Applied.without_drafts),
+        **{"eos_token_ids": Applied.yes, "tokenizer_eos_token_id": Applied.if_silent},
     }
     defaults = {"temperature": 0.0}  # noqa: RUF012
     has_server = False
@@ -68,17 +69,11 @@ class Openvino(WorkerEngine):
             for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
                 yield from must_be_false(head, setting, reason)
 
-    def ends_of(self, target: TargetFiles) -> list[int]:
-        return super().ends_of(target) or as_ids(target.tokenizer.eos_token_id)
-
     def notes(self, target: TargetFiles) -> list[str]:
         path = target.directory / FILE
         own = {name: value or 0 for name, value in (read_json(path) if path.is_file() else {}).items()}
-        samples, beams, most = (
-            own.get("do_sample"),
-            own.get("num_beams", 0) not in (0, 1),
-            own.get("max_new_tokens") or math.inf,
-        )
+        samples, beams, most = own.get("do_sample"), own.get("num_beams", 0) > 1, own.get("max_new_tokens") or math.inf
+        groups, diversity = own.get("num_beam_groups", 1) or 1, own.get("diversity_penalty", 0)
         has_penalty = any(name in target.own_generation.sampling for name in PENALTIES)
         fails = {
             # Both are there if transformers 4 saved all its defaults.
@@ -86,11 +81,15 @@ class Openvino(WorkerEngine):
             and own.get("assistant_confidence_threshold"),
             "do_sample with temperature 0": samples and own.get("temperature") == 0,
             "num_beams with do_sample or a penalty": beams and (samples or has_penalty),
+            "num_beams with such num_beam_groups and diversity_penalty": beams
+            and (own["num_beams"] % groups or (groups > 1) != (diversity != 0)),
             "min_new_tokens above max_new_tokens": own.get("min_new_tokens", 0) > most,
         }
         named = "; ".join(setting for setting, holds in fails.items() if holds)
         note = f"Without drafts, {self.name} {self.version} refuses every request, for {named} in the target's {FILE}."
-        return super().notes(target) + [note] * bool(named)
+        longest = own.get("max_length")
+        too_long = f"Without drafts, a prompt of {longest} tokens or more, the max_length, is an error."
+        return super().notes(target) + [note] * bool(named) + [too_long] * (longest is not None)
 
     def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
         if temperature > 0:
