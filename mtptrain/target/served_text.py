@@ -34,7 +34,7 @@ READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with 
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
-TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}])
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
 TEXT = "It's  12345 words\n\n a"
 """Is cut in other places by other rules for words, numbers and spaces."""
@@ -86,10 +86,12 @@ def _templates_elsewhere(target: TargetFiles) -> Iterator[str]:
     # The converter looks into the other files only if tokenizer_config.json has no such key.
     in_others = (target.directory / JINJA).is_file() or LEGACY in settings
     is_converted = CONFIG in settings and settings[CONFIG].get("chat_template", in_others)
-    if found and not is_converted and not in_gguf:
+    if found and not (in_gguf.get(CHAT_TEMPLATE) if in_gguf else is_converted):
+        why = f"{READERS[CONFIG]} takes none, as for `chat_template: null` in {CONFIG}; remove such a key"
+        why = f"{target.gguf} has none; start llama-server with --chat-template-file" if in_gguf else why
         yield (
-            f"{target.directory}: all servers should find the chat template of {ours}, but {READERS[CONFIG]} takes "
-            f"none, as for `chat_template: null` in {CONFIG}; remove such a key, and keep the template in {JINJA}"
+            f"{target.directory}: all servers should find the chat template of {ours}, but {why}, and keep the "
+            f"template in {JINJA}"
         )
 
 
@@ -100,8 +102,9 @@ def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         yield llama.unknown
         return
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    for chat in _chats(tokenizer):
-        ours, theirs = _rendered(tokenizer, *chat), _rendered(tokenizer, *chat, bos_token=bos, eos_token=eos)
+    for tools, chat in product(TOOLS, _chats(tokenizer)):
+        rendered = partial(_rendered, tokenizer, *chat, tools=tools)
+        ours, theirs = rendered(), rendered(bos_token=bos, eos_token=eos)
         if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
         if ours and ours != theirs:
@@ -134,9 +137,12 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             how = "sets enable_thinking, true where it finds thoughts in the template and else false, and for "
             mend += f"set +prompts.template_kwargs.enable_thinking={value}"
             yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
-    if _rendered(tokenizer, *answered) and not _rendered(tokenizer, *answered, strftime_now=""):  # it is called
-        read = sorted(names_in(tokenizer.get_chat_template()) - {*RENDERED, "strftime_now"})
-        pin = next((each for each in read if _rendered(tokenizer, *answered, strftime_now="", **{each: "a day"})), None)
+    undated = partial(_rendered, tokenizer, *answered, strftime_now="")  # "" if it is called
+    for tools in [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)][
+        :1
+    ]:
+        read = sorted(names_in(tokenizer.get_chat_template(tools=tools)) - {*RENDERED, "strftime_now"})
+        pin = next((each for each in read if undated(tools=tools, **{each: "a day"})), None)
         mend = f"set +prompts.template_kwargs.{pin} to a day, and send it in each request" * (pin is not None)
         yield (
             f"{target.directory}: prompts should be those of the training data on any day, but the chat template "
@@ -147,7 +153,7 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
 def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares what vLLM makes of a chat, which passes texts as parts to a template that loops over such."""
     tokenizer = target.tokenizer
-    for tools, spaced in product((None, [TOOL]), (SPACED, SPACED[1:])):
+    for tools, spaced in product(TOOLS, (SPACED, SPACED[1:])):
         in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
         ours, theirs = (_rendered(tokenizer, *messages, tools=tools) for messages in (spaced, in_parts))
         if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer.get_chat_template(tools=tools)):

@@ -31,7 +31,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "of a processor": ({CONFIG: A, LEGACY: B}, "", [f"{CONFIG}, taken .* that of {LEGACY}, taken by processors of"]),
     "of a GGUF file": ({JINJA: A, CONFIG: A, GGUF: B}, GGUF, [rf"that of \S+/{GGUF}, taken by llama.cpp;"]),
     "equal ones": ({JINJA: A + "\n", CONFIG: A, LEGACY: A, GGUF: A}, "a post-processor", []),
-    "equal ones for tools": ({JINJA: A, TOOLS: B, CONFIG: NAMED}, CONFIG, []),
+    "equal ones for tools": ({JINJA: A, TOOLS: B, CONFIG: NAMED}, "", []),
+    "a BOS before one for tools": ({JINJA: A, TOOLS: B, CONFIG: NAMED}, CONFIG, [ADDED]),
     "a BOS of the tokenizer": ({JINJA: B}, "a post-processor", [ADDED]),
     "a BOS by a setting": ({CONFIG: B}, CONFIG, [ADDED]),
     "a BOS of a GGUF file": ({JINJA: B, GGUF: B}, GGUF, [ADDED]),
@@ -67,6 +68,21 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         {JINJA: "{% if messages[0].role != 'system' %}{{ strftime_now('%d %b') }}{% endif %}" + A},
         "",
         ["today's date; write a day"],
+    ),
+    "today's date beside tools": (
+        {JINJA: "{% if tools %}{{ strftime_now('%d %b') }}{% endif %}" + A},
+        "",
+        ["today's date; write a day"],
+    ),
+    "a BOS of config.json alone beside tools": (
+        {JINJA: "{% if tools %}{{ bos_token }}{% endif %}" + A.removeprefix("{{ bos_token }}")},
+        "config.json",
+        [r"makes '<\|end\|>a' of one that is 'a' here; name"],
+    ),
+    "none in a GGUF file": (
+        {JINJA: A, GGUF: ""},
+        "",
+        [rf"but \S+/{GGUF} has none; start llama-server with --chat-tem"],
     ),
     "thoughts on request": (
         {JINJA: A + "{% if add_generation_prompt and not enable_thinking %}<-{% endif %}"},
