@@ -76,6 +76,7 @@ def export(run: Run) -> None:
         check_tensors(directory, form)
         parts = load_frozen_parts(run.target.directory).to(torch.device("cpu"), torch.float32)
         num_proposed = prove_equal_proposals(parts, trained.head, reload_head(directory, form))
+        engine.compare(directory, form, run.target, config.serving)
         facts = read_json(head_json) if (head_json := trained.directory / "head.json").is_file() else {}
         write_text(directory / README, readme(run, form, measured, output_dir, facts.get("data", {})))
         hide_homes(directory)

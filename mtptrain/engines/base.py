@@ -168,6 +168,9 @@ class Engine(ABC):
         """Returns the settings for which the engine refuses sampled requests, with drafts, that leave them out."""
         return [name for name in generation.changes if self.applies.get(name) is Applied.refused]
 
+    def compare(self, directory: Path, form: Format, target: TargetFiles, serving: ServingConfig) -> None:  # noqa: B027
+        """Raises UserError if the engine, where it is installed, computes otherwise with an export than we do."""
+
     def why_it_fails(self, target: TargetFiles) -> str:
         """Returns why the head does not serve requests that leave out what the target's files set; "" if it does."""
         return ""

@@ -134,8 +134,8 @@ def why_not_keys(
         reason = f"{engine} computes that in this family, whatever the config says"
         yield Refusal(setting, f"a {kind} with hidden_act={usual}", model.hidden_act, reason)
     if getattr(model, "attention_bias", False) and model.model_type not in with_biases:
-        reason = f"{engine}'s classes of other families do not load these biases"
-        yield Refusal(setting, f"a {kind} with attention_bias=false, unless it is a Llama", "true", reason)
+        reason = f"{engine}'s class of a {model.model_type} does not load these biases"
+        yield Refusal(setting, f"a {kind} with attention_bias=false", "true", reason)
 
 
 def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> str | None:

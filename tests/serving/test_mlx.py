@@ -3,18 +3,29 @@
 import random
 import shlex
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.engines.mlx.engine import ENGINE
+from mtptrain.engines.mlx.engine import ENGINE, FAMILIES
+from mtptrain.engines.mlx.formats import rope_for_mlx_lm
 from mtptrain.engines.process import started
 from mtptrain.heads.base import Head
-from tests.conftest import Run
+from mtptrain.heads.files import build_head
+from mtptrain.settings.evaluation import ServingConfig, ServingEngine
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import read_json, write_json
+from tests.conftest import Run, make_target
+from tests.families import EXACT, EXPERTS, LOCAL_EXPERTS, SHARED_EXPERT, SIZES
+from tests.mtptrain.engines.conftest import export_head, head_config
 from tests.serving.breaks import BREAKS
 from tests.serving.cases import Case, cases_of, each
 from tests.serving.ours import OnDisk, Serve, check_equal, decoded_here
@@ -41,6 +52,74 @@ def test_a_head_that_misses_the_prompts_first_token_accepts_other_drafts(
     monkeypatch.setattr(type(ENGINE), "worker", Path(__file__).with_name("moved_mlx_worker.py"))
     ours, theirs, counted = serve_by_mlx(case)
     assert theirs.counts != counted and theirs.tokens == [generation.tokens for generation in ours]
+
+
+def compare(directory: Path, family: str, left_out: str = "", **settings: Any) -> None:
+    """Exports a draft model for a tiny target without one key in its config.json, and compares both with mlx-lm's."""
+    target_dir = make_target(directory / "target", family, **SIZES | settings)
+    config = read_json(target_dir / "config.json")
+    config |= rope_for_mlx_lm(config["rope_parameters"])
+    write_json(target_dir / "config.json", {name: value for name, value in config.items() if name != left_out})
+    weights = load_file(target_dir / "model.safetensors")
+    biases = {name: torch.empty_like(each).uniform_(0.5, 1.5) for name, each in weights.items() if "bias" in name}
+    save_file(weights | biases, target_dir / "model.safetensors", metadata={"format": "pt"})
+    head, target = head_config("draft_model", num_hidden_layers=1), TargetFiles(target_dir)
+    state = build_head(head, target.config).state_dict()
+    form = export_head(directory / "export", "mlx", head, state, target_dir)
+    ENGINE.compare(directory / "export", form, target, ServingConfig(engine=ServingEngine.mlx))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+NO_WINDOW = {"sliding_window": None}
+SERVED_EQUAL = {family: (family, EXACT.get(family, (family, {}))[1]) for family in FAMILIES} | {
+    **{family: (family, NO_WINDOW) for family in ("mistral", "phi3")},
+    "qwen3 with yarn": ("qwen3", {"rope_parameters": YARN}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "seed_oss with biases": ("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
+}
+OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts' shares": ("qwen2_moe", {**EXPERTS, **SHARED_EXPERT, "norm_topk_prob": True}),
+    "clipped": ("olmoe", {**EXACT["olmoe"][1], "clip_qkv": 0.5}),
+    "no biases": ("qwen2_moe", {**EXPERTS, **SHARED_EXPERT, "qkv_bias": False}),
+    "norms of keys": ("phi", {"qk_layernorm": True}),
+    "head_dim of mixtral": ("mixtral", {**LOCAL_EXPERTS, "head_dim": 32}),
+    "biases": ("qwen3", {"attention_bias": True}),
+    "truncate": ("llama", {"rope_parameters": YARN | {"truncate": False}}),
+    "untied llama": ("llama", {"left_out": "tie_word_embeddings"}),
+    "untied qwen2": ("qwen2", {"left_out": "tie_word_embeddings"}),
+}
+QUICK = ("qwen3", "truncate", "clipped")
+
+
+def named(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test with each case. All but a few are slow."""
+    marked = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+@named(SERVED_EQUAL)
+def test_a_family_that_is_served_has_the_logits_of_transformers(mlx_python: Path, tmp_path: Path, name: str) -> None:
+    family, settings = SERVED_EQUAL[name]
+    compare(tmp_path, family, **settings)
+
+
+@named(OTHERWISE)
+def test_a_target_that_mlx_lm_computes_otherwise_is_refused(mlx_python: Path, tmp_path: Path, name: str) -> None:
+    family, settings = OTHERWISE[name]
+    with pytest.raises(UserError, match=r"mlx-lm must have the logits of transformers for the model in .*/target, but"):
+        compare(tmp_path, family, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "settings", "message"), [
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.4}}, "must have the logits of .*/export, but they"),
+    ("phi3", {**NO_WINDOW, "head_dim": 32}, "(?s)MLX: the worker must end with .*Last dimension of first input"),
+])  # fmt: skip
+def test_an_export_that_mlx_lm_computes_otherwise_or_not_at_all_is_refused(
+    mlx_python: Path, tmp_path: Path, family: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        compare(tmp_path, family, **settings)
 
 
 @pytest.mark.slow

@@ -5,20 +5,28 @@ mlx-lm decodes with a draft model, and mlx-vlm with heads that read captured lay
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.engines import limits
 from mtptrain.engines.base import Applied, WorkerEngine
+from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal, models_of, must_be_false
 from mtptrain.engines.mlx.formats import MlxDflash, MlxDraftModel, MlxEagle3, rope_for_mlx_lm
+from mtptrain.engines.process import run_worker
 from mtptrain.heads.layers import head_dims
+from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import CausalLayers, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import GenerationDefaults
+from mtptrain.target.loading import without_transformers_bar
+from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import read_json
 
 FAMILIES = (
@@ -57,7 +65,7 @@ class Mlx(WorkerEngine):
             windows = "mlx-lm cannot take rejected drafts out of a window that is full, and says nothing"
             for each in models_of(head, target):
                 yield from limits.why_not_family(*each, FAMILIES, others, windows)
-                yield from limits.why_not_keys(self.name, *each)
+                yield from limits.why_not_keys(self.name, *each, with_biases=FAMILIES)
             yield from why_not_rope(target)
             return
         if target.model_type != WITH_STREAMS:
@@ -84,6 +92,41 @@ class Mlx(WorkerEngine):
                 reason = "blocks with windows or causal layers differed from ours in mlx-vlm"
                 yield Refusal("head", "one without windows and causal layers", value, reason, "train without them")
 
+    def compare(self, directory: Path, form: Format, target: TargetFiles, serving: ServingConfig) -> None:
+        if not isinstance(form, MlxDraftModel):
+            return
+        try:
+            python = self.find_program(serving.of("mlx"))
+        except UserError as error:
+            warn(f"the export was not compared with mlx-lm, as mtptrain serving-check does: {error}")
+            return
+        self.compare_model(python, directory, form.model_config, form.model_config.num_hidden_layers)
+        if not {"quantization_config", "text_config"} & own_config(target.config)[1].keys():
+            self.compare_model(python, target.directory, target.config, 2)
+
+    def compare_model(self, python: Path, directory: Path, config: PreTrainedConfig, num_layers: int) -> None:
+        """Raises UserError if mlx-lm computes the first layers of a model otherwise than transformers."""
+        whole, total = config.to_dict(), config.num_hidden_layers
+        by_layer = {key: each for key, each in whole.items() if isinstance(each, list) and len(each) == total}
+        changes: dict[str, Any] = {"num_hidden_layers": num_layers} if num_layers < total else {}
+        changes |= {key: each[:num_layers] for key, each in by_layer.items() if changes}
+        few = type(config).from_dict(whole | changes)
+        logging.disable(logging.WARNING)  # transformers would list the tensors of the other layers
+        with without_transformers_bar():
+            model = AutoModelForCausalLM.from_pretrained(directory, config=few, dtype=torch.float32)
+        logging.disable(logging.NOTSET)
+        ids = torch.arange(min(256, config.max_position_embeddings)) * 37 % config.vocab_size
+        with torch.no_grad():
+            ours = model(ids[None]).logits[0, -16:][:, ids]
+        job = {"model": str(directory), "ids": ids.tolist(), "changes": changes}
+        apart = (torch.tensor(run_worker(python, self.worker, "logits", job, self.name)) - ours).abs()
+        # A median, because rounding may choose other experts for a token. By rounding it is about 1e-6.
+        if not (share := float(apart.median() / ours.std())) < 1e-3:
+            raise UserError(
+                f"export.engine: mlx-lm must have the logits of transformers for the model in {directory}, but they "
+                f"differ by {share:.2g} of their standard deviation; set another export.engine, or use another model"
+            )
+
     def defaults_note(self, generation: GenerationDefaults) -> str:
         return ""  # the two packages differ: see the notes of their formats
 
@@ -91,25 +134,25 @@ class Mlx(WorkerEngine):
 def own_config(target: PreTrainedConfig) -> tuple[Path, dict[str, Any]]:
     """Returns the path and the contents of a target's config.json; nothing of a target without a folder."""
     path = Path(target.name_or_path or "") / "config.json"
-    return path, read_json(path) if target.name_or_path and path.is_file() else {}
+    config = read_json(path) if target.name_or_path and path.is_file() else {}
+    return path, config | config.get("text_config", {})
 
 
 def why_not_qwen(target: PreTrainedConfig) -> Iterator[Refusal]:
     """Yields what mlx-vlm's class of Qwen3.5 makes of a target's config.json, unlike transformers."""
-    path, found = own_config(target)
-    config = found.get("text_config", found) or target.to_dict()
-    rope, interval = config.get("rope_parameters") or {}, config.get("full_attention_interval", 4)
-    if rope.get("rope_type", rope.get("type")) != "default":
-        reason = "mlx-vlm's class of it has plain RoPE alone, and would not scale it"
-        yield Refusal("target.path", "a target with rope_parameters of type default", rope, reason)
-    needed = ("mrope_section", "rope_theta", "partial_rotary_factor")
-    if missing := [name for name in needed if name not in rope]:
-        reason, instead = "mlx-vlm does not load it without them", f"add them to rope_parameters in {path}"
-        yield Refusal("target.path", f"a target with {' and '.join(missing)}", "one without", reason, instead, False)
-    if any((kind == "full_attention") != (layer % interval == 0) for layer, kind in enumerate(target.layer_types, 1)):
-        reason, instead = "mlx-vlm reads no layer_types", f"set that in {path} if the layers are so"
-        must_be = "a target whose full_attention_interval is that of its layer_types"
-        yield Refusal("target.path", must_be, interval, reason, instead, False)
+    path, config = own_config(target)
+    rope, interval = (config or target.to_dict()).get("rope_parameters") or {}, config.get("full_attention_interval", 4)
+    kind, needed = rope.get("rope_type", rope.get("type")), ("mrope_section", "rope_theta", "partial_rotary_factor")
+    is_full = [(layer + 1) % interval == 0 for layer in range(target.num_hidden_layers)]
+    is_same = [each == "full_attention" for each in target.layer_types] == is_full
+    for fits, must_have, value, reason in (
+        (kind == "default", "rope_parameters of type default", kind, "has plain RoPE alone, and would not scale it"),
+        (rope.keys() >= set(needed), " and ".join(needed), [*rope], "does not load it without these rope_parameters"),
+        (is_same, "the full_attention_interval of its layer_types", interval, "reads only the first of these"),
+    ):
+        if not fits:
+            must_be, instead = f"a target with {must_have}", f"correct {path} if it is wrong"
+            yield Refusal("target.path", must_be, value, f"mlx-vlm {reason}", instead)
 
 
 def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:

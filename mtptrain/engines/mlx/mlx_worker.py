@@ -2,9 +2,10 @@
 
     python mlx_worker.py decode job.json result.json
     python mlx_worker.py load job.json result.json
+    python mlx_worker.py logits job.json result.json
 
-`decode` answers so that rounds can be compared, `load` as the two packages do by themselves. This file imports nothing
-from mtptrain, whose dependencies are not installed there.
+`decode` answers so that rounds can be compared, `load` as the two packages do by themselves, and `logits` reads one
+prompt. This file imports nothing from mtptrain, whose dependencies are not installed there.
 """
 
 import json
@@ -166,13 +167,21 @@ def run_load(model: WithDraftModel | WithHead, load: dict[str, Any], requests: d
     return {"duration_s": duration_s, "num_tokens": [len(answer.tokens) for answer in answers], **of_all}
 
 
+def run_logits(job: dict[str, Any]) -> Any:
+    """Returns logits of the prompt's own tokens at its last positions, in fp32 on the CPU."""
+    mx.set_default_device(mx.cpu)
+    ids, changes = mx.array(job["ids"]), job["changes"]
+    model = in_dtype(load_model(Path(job["model"]), strict=not changes, model_config=changes)[0], "float32")
+    return model(ids[None])[0, -16:][:, ids].tolist()
+
+
 if __name__ == "__main__":
     mode, job_path, result_path = sys.argv[1:]
     job = json.loads(Path(job_path).read_text())
-    model = (WithDraftModel if job["method"] == "draft_model" else WithHead)(job)
-    results = (
-        [run_load(model, load, job["requests"]) for load in job["loads"]]
-        if mode == "load"
-        else [decode(model, each) for each in job["asked"]]
-    )
+    if mode == "logits":
+        results = run_logits(job)
+    else:
+        model = (WithDraftModel if job["method"] == "draft_model" else WithHead)(job)
+        loads, asked = job.get("loads", []), job.get("asked", [])
+        results = [run_load(model, load, job["requests"]) for load in loads] + [decode(model, each) for each in asked]
     Path(result_path).write_text(json.dumps(results))

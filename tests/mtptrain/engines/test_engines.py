@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.engines.table import ENGINES, running_engine
+from mtptrain.engines.table import ENGINES, format_for, running_engine
 from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEngine
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
+from tests.conftest import make_target
+from tests.mtptrain.engines.conftest import head_config
 from tests.programs import fake_python
 
 
@@ -25,6 +28,16 @@ def test_an_engine_that_is_missing_is_refused_with_how_to_install_it(tmp_path: P
             message = rf"serving\.program: must be .*, but {path} .*; run `make {made}/\.installed`"
             with pytest.raises(UserError, match=message):
                 engine.find_program(ServingConfig(program=str(path)))
+
+
+def test_an_export_that_was_not_compared_with_mlx_says_so(tmp_path: Path) -> None:
+    serving = ServingConfig(engine=ServingEngine.mlx, program=str(tmp_path / "missing"))
+    target = TargetFiles(make_target(tmp_path / "target"))
+    form = format_for("mlx", head_config("draft_model"), target.config)
+    with pytest.warns(
+        UserWarning, match="the export was not compared with mlx-lm, as mtptrain serving-check does: ser"
+    ):
+        running_engine("mlx").compare(tmp_path, form, target, serving)
 
 
 def test_another_vllm_than_the_tested_one_is_warned_of(
