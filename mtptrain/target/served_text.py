@@ -138,9 +138,8 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             mend += f"set +prompts.template_kwargs.enable_thinking={value}"
             yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
     undated = partial(_rendered, tokenizer, *answered, strftime_now="")  # "" if it is called
-    for tools in [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)][
-        :1
-    ]:
+    dated = [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)]
+    for tools in dated[:1]:
         read = sorted(names_in(tokenizer.get_chat_template(tools=tools)) - {*RENDERED, "strftime_now"})
         pin = next((each for each in read if undated(tools=tools, **{each: "a day"})), None)
         mend = f"set +prompts.template_kwargs.{pin} to a day, and send it in each request" * (pin is not None)
