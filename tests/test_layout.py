@@ -62,14 +62,14 @@ LINES = {
     "mtptrain/init_from": 1362,
     "mtptrain/planning": 852,
     "mtptrain/settings": 1204,
-    "mtptrain/target": 3313,
+    "mtptrain/target": 3328,
     "mtptrain/training": 2783,
     "mtptrain/utils": 1143,
     "data_prep": 2820,
     "eval": 2230,
     "slurm": 137,
     "benchmarks": 748,
-    "tests": 22089,
+    "tests": 22110,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -7,8 +7,9 @@ the template of transformers' processor, which prefers `chat_template.json` to b
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from itertools import dropwhile, product, takewhile
 from typing import Any
@@ -43,7 +44,7 @@ UNNAMED = {"llama": "CodeLlamaTokenizer"}
 FLAGS, NOT_OF_PHI = ("lstrip", "rstrip", "single_word"), ("<unk>", "<s>", "<|endoftext|>")
 """What llama.cpp b11434 does not read of added tokens; in a file that `general.name` calls a phi-3, all but three strip
 the space after them (src/llama-vocab.cpp)."""
-LLAMA = f"llama.cpp, which passes over {', '.join(FLAGS)} of added tokens,"
+LLAMA = f"llama.cpp, which passes over {', '.join(FLAGS)} of added tokens, normalizers and add_prefix_space,"
 AS_IT_IS = (
     f"set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with which all read tokenizer.json as it is (except "
     "for a qwen2, which keeps its class)"
@@ -258,13 +259,10 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         others[cutter] = partial(named.from_pretrained, target.directory)
     if stored.is_file():
         others["tokenizer.json itself"] = partial(PreTrainedTokenizerFast, tokenizer_file=str(stored))
-    if any(getattr(token, flag) for token in tokenizer.added_tokens_decoder.values() for flag in FLAGS):
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        is_phi = re.search("phi-?3", str(target.gguf_metadata.get("general.name")).lower()) is not None
-        for token in content["added_tokens"]:
-            token |= dict.fromkeys(FLAGS, False) | {"rstrip": is_phi and token["content"] not in NOT_OF_PHI}
-        plain = Tokenizer.from_str(json.dumps(content))
-        others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=plain)
+    own = json.loads(tokenizer.backend_tokenizer.to_str())
+    if (plain := _as_llama_reads(own, str(target.gguf_metadata.get("general.name")))) != own:
+        cut = Tokenizer.from_str(json.dumps(plain))
+        others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=cut)
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
     texts = TEXT, _rendered(tokenizer, *chat, add_generation_prompt=True)
     ours = _cut(lambda: tokenizer, texts)
@@ -282,6 +280,23 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
             "for plain text; start it with --tokenizer-mode hf"
         )
+
+
+def _as_llama_reads(tokenizer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a tokenizer.json as llama.cpp b11434 reads it from a GGUF file whose `general.name` this is.
+
+    It knows no flags of added tokens, except `rstrip` for Phi-3, and of byte-level BPE no normalizer or first space.
+    """
+    is_phi = re.search("phi-?3", name.lower()) is not None
+    added = [
+        token | dict.fromkeys(FLAGS, False) | {"rstrip": is_phi and token["content"] not in NOT_OF_PHI}
+        for token in tokenizer["added_tokens"]
+    ]
+    changed, splits = {**tokenizer, "added_tokens": added}, deepcopy(tokenizer["pre_tokenizer"])
+    steps = [each for each in (splits or {}).get("pretokenizers", [splits]) if (each or {}).get("type") == "ByteLevel"]
+    for step in steps:
+        step["add_prefix_space"] = False
+    return changed | {"normalizer": None, "pre_tokenizer": splits} if steps else changed
 
 
 def _cut(load: Callable[[], Any], texts: Sequence[str]) -> list[Any]:

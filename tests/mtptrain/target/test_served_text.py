@@ -283,6 +283,27 @@ def test_flags_of_added_tokens_that_llama_cpp_does_not_read_are_named(
     assert len(found) == said, found
 
 
+@pytest.mark.parametrize(
+    ("step", "value", "said"),
+    [
+        ("normalizer", {"type": "Lowercase"}, True),
+        ("normalizer", {"type": "NFC"}, False),  # as Qwen's, which changes no letters of these texts
+        (
+            "pre_tokenizer",
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            True,
+        ),
+    ],
+)
+def test_steps_before_byte_level_bpe_that_llama_cpp_leaves_out_are_named(
+    tmp_path: Path, step: str, value: dict[str, Any], said: bool
+) -> None:
+    stored = make_target(tmp_path) / "tokenizer.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {step: value}))
+    found = [each for each in chats_elsewhere(TargetFiles(tmp_path)) if "llama.cpp, which passes over" in each]
+    assert len(found) == said, found
+
+
 def test_families_whose_ends_llama_cpp_s_converter_sets_otherwise_are_named(tmp_path: Path) -> None:
     directory = make_target(tmp_path)
     config = json.loads((directory / "config.json").read_text())
