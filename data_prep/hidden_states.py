@@ -141,8 +141,8 @@ def prepare_extraction(run: Run) -> Extraction:
     """Read the prompts and the target's config, and check that they match each other and the settings."""
     config, settings, documents = run.config, run.config.hidden_states, run.documents(Split.train)
     target_config = run.target.config
-    check_parts(run.target.directory)  # training would refuse them only after hours of extraction
-    check_weights(run.target.directory)
+    # Training would refuse them only after hours of extraction.
+    check_parts(run.target.directory, check_weights(run.target.directory))
     head_type = HEADS[config.head.name]
     head_type.check_trainable(config.head, target_config)
     capture_layers = head_type.resolve_capture_layers(config.head, target_config)

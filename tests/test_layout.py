@@ -62,7 +62,7 @@ LINES = {
     "mtptrain/init_from": 1362,
     "mtptrain/planning": 852,
     "mtptrain/settings": 1204,
-    "mtptrain/target": 3328,
+    "mtptrain/target": 3327,
     "mtptrain/training": 2783,
     "mtptrain/utils": 1143,
     "data_prep": 2820,

@@ -162,18 +162,18 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """
     config, tensors = read_target_config(target_dir), check_weights(target_dir)
     names = {*find_form(config).part_names(config.tie_word_embeddings).values()}
-    lm_head = _dequantised(check_parts(target_dir), tensors)
+    lm_head = _dequantised(check_parts(target_dir, tensors), tensors)
     refuse_missing(target_dir, names - tensors.keys() - lm_head.keys())
     return FrozenParts.of(config, {name: tensors[name].read() for name in names - lm_head.keys()} | lm_head)
 
 
-def check_parts(target_dir: Path) -> dict[str, nn.Module]:
-    """Refuse quantised embeddings and final norms. Reads only the headers of the target's files.
+def check_parts(target_dir: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, nn.Module]:
+    """Refuse quantised embeddings and final norms, by the `stored_tensors` of a target.
 
     Returns:
         A quantised lm_head, by its name: see `quantised_modules`. Empty if it is not quantised.
     """
-    config, tensors = read_target_config(target_dir), stored_tensors(target_dir)
+    config = read_target_config(target_dir)
     form = find_form(config)
     plain = [form.embed_tokens, form.norm, *([form.lm_head] if config.tie_word_embeddings else [])]
     refuse_quantised(tensors, plain)

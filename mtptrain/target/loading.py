@@ -81,8 +81,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a target that `load_target` could not place, before any long work."""
-    check_weights(target_dir)
-    check_parts(target_dir)
+    check_parts(target_dir, check_weights(target_dir))
     if (index := target_dir / INDEX).is_file():  # transformers would end in a KeyError
         read_json(index, 'add "metadata": {}, which transformers reads', ["metadata"])
     check_quantisation(target_dir, dtype, device)
