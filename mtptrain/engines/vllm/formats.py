@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.data.draft_vocab import membership
@@ -40,6 +41,7 @@ from mtptrain.settings.heads import (
     mask_token_id,
 )
 from mtptrain.target.families import has_window_in_all_layers, sliding_window
+from mtptrain.target.form import build_on_meta
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
 from mtptrain.utils.files import read_json, save_tensors, write_json
@@ -327,6 +329,19 @@ class VllmDraftModel(VllmFormat):
         super().__init__(head, target)
         self.model_config = model_config(self.head, target)
         self.architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_config.model_type])
+
+    def tensors(self, state: Tensors) -> Tensors:
+        """Returns tensors by the names of published checkpoints, whose experts transformers 5 joins."""
+        return dict(revert_weight_conversion(build_on_meta(self.model_config), dict(state)))
+
+    def state(self, tensors: Tensors) -> Tensors:
+        model = build_on_meta(self.model_config)
+        names = model.state_dict().keys()
+        if tensors.keys() <= names:
+            return tensors
+        dtype = next(iter(tensors.values())).dtype
+        model = type(model).from_pretrained(None, config=self.model_config, state_dict=dict(tensors), dtype=dtype)
+        return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = self.model_config.to_dict() | {"architectures": [self.architecture], "dtype": dtype}

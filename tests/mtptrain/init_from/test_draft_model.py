@@ -14,6 +14,7 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
+from mtptrain.engines.table import format_for
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
@@ -27,6 +28,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, Run, make_config, make_target, run_program, tiers
 from tests.families import IMAGE_MODELS, REFUSED, write_image_model, write_member
+from tests.mtptrain.engines.conftest import export_head
 
 CPU = torch.device("cpu")
 
@@ -90,6 +92,23 @@ def test_experts_that_the_files_have_apart_are_read_as_transformers_joins_them(t
     joined = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
     assert not state.keys() <= load_file(directory / "model.safetensors").keys()
     assert all(torch.equal(tensor, joined[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "granitemoe"])
+@torch.no_grad()
+def test_an_export_has_the_names_of_published_checkpoints(tmp_path: Path, family: str) -> None:
+    """Engines read experts by these names. transformers joins them when it loads, and then has other names."""
+    experts = {} if family == "llama" else {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    directory = make_target(tmp_path / "published", family, experts, tie_word_embeddings=False)
+    target, config = TargetFiles(directory), DraftModelConfig(init_from=str(directory))
+    state = load_init(str(directory), config, target)[1]
+    export_head(tmp_path / "head", "vllm", config, state, directory)
+    written, published = (load_file(each / "model.safetensors") for each in (tmp_path / "head", directory))
+    assert written.keys() == published.keys()
+    assert all(torch.equal(tensor, published[name]) for name, tensor in written.items())
+    form = format_for("vllm", config, target.config)
+    again = form.state(form.read(tmp_path / "head"))
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
 
 
 def test_a_start_from_the_target_is_its_first_layers_and_other_sizes_are_refused(
