@@ -24,7 +24,7 @@ from mtptrain.engines.base import RunningEngine
 from mtptrain.engines.requests import ROUNDED_DRAFTS, EngineCounts, EngineRun, Manner, Questions
 from mtptrain.heads.base import Head
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
+from mtptrain.target.generation import NEUTRAL, ONLY_SAMPLED, PENALTIES, GenerationDefaults, as_words
 from mtptrain.target.model import Target
 from mtptrain.utils.figures import Figure, shown
 
@@ -125,8 +125,8 @@ class AsServed:
         texts = [self.tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
         return (
             f"template: the server makes another prompt of a chat than the target's tokenizer: from token {start} on "
-            f"{texts[1]!r}, not {texts[0]!r}; so the server has another chat template, or adds a BOS that the template "
-            "does not write"
+            f"{texts[1]!r}, not {texts[0]!r}; so the server has another chat template, sets one of its "
+            "variables, such as today's date, or adds a BOS that the template does not write"
         )
 
     def _same_answers(
@@ -153,7 +153,7 @@ class AsServed:
 
     def _how_sampled(self) -> str:
         added = self.engine.added_to(self.generation).items()
-        if applied := {name: value for name, value in added if name in self.generation.sampling}:
+        if applied := {name: value for name, value in added if name in NEUTRAL}:
             return f"sampling: {as_words(applied)} of {self.generation.source}"
         return f"sampling: {self.generation.source} sets nothing, and {self.engine.name} has defaults of its own"
 

@@ -159,9 +159,16 @@ class Engine(ABC):
         is_silent = not found and self.applies.get("tokenizer_eos_token_id") is Applied.if_silent
         return of_tokenizer if is_silent else found
 
+    def changes(self, generation: GenerationDefaults) -> dict[str, Any]:
+        """Returns the settings that are not neutral, and those that are but replace what the engine has by itself."""
+        is_read = generation.samples or "do_sample" not in self.applies
+        given = {name: getattr(generation, name) for name in self.defaults if is_read}
+        others = {name: value for name, value in given.items() if value not in (None, self.defaults[name])}
+        return generation.changes | others
+
     def added_to(self, generation: GenerationDefaults) -> dict[str, Any]:
         """Returns the settings that the engine adds, with drafts, to a request that leaves all of them out, by name."""
-        changes = generation.changes.items()
+        changes = self.changes(generation).items()
         return {name: value for name, value in changes if self.applies.get(name) is Applied.yes}
 
     def refused_for(self, generation: GenerationDefaults) -> list[str]:
@@ -187,7 +194,7 @@ class Engine(ABC):
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""
-        sets = generation.changes
+        sets = self.changes(generation)
         if generation.samples and self.applies.get("do_sample") is Applied.yes:
             sets = {"do_sample": True, **sets}
         how = {name: self.applies.get(name, Applied.without_drafts) for name in sets}

@@ -36,7 +36,17 @@ PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
 TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}])
+DATES = ("date_string", "datetime")
+"""Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
+CALLED = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": " Hi ",
+        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}],
+    },
+)
 TEXT = "It's  12345 words\n\n a"
 """Is cut in other places by other rules for words, numbers and spaces."""
 UNNAMED = {"llama": "CodeLlamaTokenizer"}
@@ -148,12 +158,20 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             f"{target.directory}: prompts should be those of the training data on any day, but the chat template "
             f"writes today's date; {mend or 'write a day in place of strftime_now in the template'}"
         )
+    for name in () if dated else DATES:
+        chats = [partial(_rendered, tokenizer, *answered, tools=each) for each in TOOLS]
+        if name not in target.template_kwargs and any(chat() != chat(**{name: "a day"}) for chat in chats):
+            yield (
+                f"{target.directory}: prompts should be those of the training data, as here and in vLLM, but "
+                f"llama-server sets {name}, which the chat template reads, to today's; set "
+                f"+prompts.template_kwargs.{name} to a day, and send it in each request"
+            )
 
 
 def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares what vLLM makes of a chat, which passes texts as parts to a template that loops over such."""
     tokenizer = target.tokenizer
-    for tools, spaced in product(TOOLS, (SPACED, SPACED[1:])):
+    for tools, spaced in product(TOOLS, (SPACED, SPACED[1:], CALLED)):
         in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
         ours, theirs = (_rendered(tokenizer, *messages, tools=tools) for messages in (spaced, in_parts))
         if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer.get_chat_template(tools=tools)):
@@ -266,12 +284,14 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
     texts = TEXT, _rendered(tokenizer, *chat, add_generation_prompt=True)
     ours = _cut(lambda: tokenizer, texts)
+    splits = getattr(tokenizer, "split_special_tokens", False)
+    mend = f"set split_special_tokens in {CONFIG} to false" if splits else AS_IT_IS
     for cutter, load in others.items():
         differing = [each for each in zip(texts, ours, _cut(load, texts), strict=True) if each[1] != each[2]]
         for text, own, theirs in differing[:1]:
             yield (
                 f"{target.directory}: servers should cut {text!r} into {own}, as {type(tokenizer).__name__} here, but "
-                f"{cutter} gives {theirs}; {'give it prompts as token ids' if cutter == LLAMA else AS_IT_IS}"
+                f"{cutter} gives {theirs}; {'give it prompts as token ids' if cutter == LLAMA else mend}"
             )
     mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
     if mistral and stored.is_file() and any(target.directory.glob("consolidated*.safetensors")):
@@ -286,17 +306,21 @@ def _as_llama_reads(tokenizer: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns a tokenizer.json as llama.cpp b11434 reads it from a GGUF file whose `general.name` this is.
 
     It knows no flags of added tokens, except `rstrip` for Phi-3, and of byte-level BPE no normalizer or first space.
+    With SentencePiece, the space that begins a text is after each special token too.
     """
     is_phi = re.search("phi-?3", name.lower()) is not None
     added = [
         token | dict.fromkeys(FLAGS, False) | {"rstrip": is_phi and token["content"] not in NOT_OF_PHI}
         for token in tokenizer["added_tokens"]
     ]
-    changed, splits = {**tokenizer, "added_tokens": added}, deepcopy(tokenizer["pre_tokenizer"])
-    steps = [each for each in (splits or {}).get("pretokenizers", [splits]) if (each or {}).get("type") == "ByteLevel"]
-    for step in steps:
-        step["add_prefix_space"] = False
-    return changed | {"normalizer": None, "pre_tokenizer": splits} if steps else changed
+    changed = deepcopy({**tokenizer, "added_tokens": added})
+    steps = changed["pre_tokenizer"] or {}
+    for step in steps.get("pretokenizers", [steps]):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"], changed["normalizer"] = False, None
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "always"
+    return changed
 
 
 def _cut(load: Callable[[], Any], texts: Sequence[str]) -> list[Any]:

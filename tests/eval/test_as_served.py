@@ -28,6 +28,7 @@ from tests.data_prep.speaking import EOS, make_speaking_target
 from tests.gguf_files import write_gguf
 
 PENALTY = {"repetition_penalty": 1.3}
+LLAMA = dict(engine_of("llama_cpp").defaults)
 SETTINGS = AcceptanceConfig(max_new_tokens=24, num_speculative_tokens=3)
 
 
@@ -55,6 +56,15 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("vllm", sampled | PENALTY, {"as_served": greedy_row, "as_served_sampled": sampled_row | PENALTY}),
         ("vllm", sampled | {"min_p": 0.1}, {}),  # which vLLM refuses with drafts
         ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own
+        *(  # neutral values, which replace defaults that are not
+            (
+                "llama_cpp",
+                {"temperature": 1.0, "top_k": 0},
+                {"as_served_sampled": LLAMA | {"temperature": 1.0, "top_k": 0}},
+            ),
+            ("transformers", {"do_sample": True, "top_k": 0}, {"as_served_sampled": {"temperature": 1.0, "top_k": 0}}),
+            ("transformers", {"do_sample": False, "top_k": 0}, {}),
+        ),
         ("llama_cpp", sampled | PENALTY, {}),
         ("llama_cpp", sampled | {"xtc_probability": 0.5}, {}),  # which its converter keeps
         ("openvino", PENALTY, {}),
@@ -70,6 +80,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     assert "sets temperature 0.7, repetition_penalty 1.05, suppress_tokens [3]. vLLM 0.32 does not apply supp" in note
     assert "applies temperature, repetition_penalty to each request" in note and "`--generation-config vllm`" in note
     assert not engine_of("vllm").defaults_note(GenerationDefaults(temperature=1.0))
+    assert "sets temperature 1.0. llama.cpp" in engine_of("llama_cpp").defaults_note(
+        GenerationDefaults(temperature=1.0)
+    )
     settings = {"general.sampling.temp": 0.5, "general.sampling.penalty_last_n": 9}
     gguf = write_gguf(tmp_path / "target.gguf", target, settings=settings)
     run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))

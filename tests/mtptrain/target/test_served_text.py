@@ -58,6 +58,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     ),
     "a text": ({JINJA: A + "{{ messages[-1].content }}</turn>"}, "", ["'</turn>', .* end at 256; send it as `stop`"]),
     "line breaks of Windows": ({JINJA: A + "\r\nb", CONFIG: A + "\r\nb", GGUF: A + "\nb"}, "", []),
+    "a date that llama-server sets": (
+        {JINJA: "{{ date_string if date_string is defined else '26 Jul 2024' }}" + A},
+        "",
+        ["llama-server sets date_string, .*prompts.template_kwargs.date_string to a day"],
+    ),
     "today's date": ({JINJA: "{{ strftime_now('%d %b') }}" + A}, "", ["today's date; write a day in place of strf"]),
     "today's date, or a variable": (
         {JINJA: "{{ day if day is defined else strftime_now('%d %b') }}{{ no_day }}" + A},
@@ -243,6 +248,19 @@ def test_a_class_of_the_tokenizer_that_some_versions_read_otherwise_is_named(
     for elsewhere in (chats_elsewhere(TargetFiles(directory)), texts_elsewhere([], TargetFiles(directory))):
         found = [each for each in elsewhere if "servers should cut" in each]
         assert len(found) == bool(said) and all(re.search(said, each) for each in found), found
+
+
+def test_a_template_that_loops_over_content_with_calls_alone_is_named(tmp_path: Path) -> None:
+    with_calls = "{% if message.tool_calls %}{{ message.content }}{% else %}" + LOOP.replace("X", "message.content")
+    directory = make_target(tmp_path, chat_template=EACH.replace("LOOP", with_calls + "{% endif %}"))
+    assert [each for each in chats_elsewhere(TargetFiles(directory)) if "--chat-template-content-format" in each]
+
+
+def test_a_tokenizer_that_splits_special_tokens_is_to_be_mended_there(tmp_path: Path) -> None:
+    stored = make_target(tmp_path) / CONFIG
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"split_special_tokens": True}))
+    found = [each for each in chats_elsewhere(TargetFiles(tmp_path)) if "servers should cut" in each]
+    assert found and all("set split_special_tokens in tokenizer_config.json to false" in each for each in found)
 
 
 def test_files_that_vllm_reads_by_mistral_common_are_named(tmp_path: Path) -> None:
