@@ -58,8 +58,10 @@ below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
 CPU_SHARE = 0.25
 """Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
 ENGINE_ANSWERS, OWN_ANSWERS = (0.2, "published for vLLM"), (0.003, "measured with our own loop")
-"""Shares of a GPU's peak that writing responses reaches, and their origin. Our own loop wrote 8,757 tokens/s with a
-target of 135M parameters on an H200; vLLM is published with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
+CPU_ANSWERS = 0.07, "measured with our own loop on a CPU with AMX, nothing else running"
+"""Shares of the peak that writing responses reaches, and their origin. With a target of 135M parameters, our own loop
+wrote 8,757 tokens/s on an H200, and 260 in a second of one core of that CPU (1.84 TFLOP/s with two); vLLM is published
+with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
 
 
 class Plan:
@@ -338,7 +340,9 @@ class Plan:
         flops, dtype = self.target.flops_per_token(self.mean_tokens), getattr(torch, config.responses.dtype)
         is_auto = self.on_gpu and config.responses.engine is AnsweringEngine.auto
         share, known = ENGINE_ANSWERS if is_served(config) or is_auto else OWN_ANSWERS
-        known = (known if self.on_gpu else "assumed") + ", which auto takes if it is installed" * is_auto
+        if not self.on_gpu:
+            share, known = CPU_ANSWERS
+        known += ", which auto takes if it is installed" * is_auto
         measured = planner.responses_tokens_per_s
         self._add_time("responses", tokens, measured, flops, share, planner.num_gpus, dtype, 1, most="at most ")
         self.rows["time of responses"] += "" if measured else f": {known}"
@@ -376,7 +380,7 @@ def tokens_per_s(
 ) -> tuple[float, str]:
     """Returns the tokens/s of a stage, and what limits it.
 
-    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, or on the CPU at `CPU_SHARE`,
+    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, on a CPU at most `CPU_SHARE`,
     and the disk, which reads or writes `disk_bytes` for a token.
     """
     peak, where = planner.gpu_tflops * 1e12, f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
@@ -384,7 +388,7 @@ def tokens_per_s(
         peak = matmul_peak(torch.device("cuda"), dtype)
         where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
     elif not peak:
-        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, CPU_SHARE
+        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, min(share, CPU_SHARE)
         where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
     rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
     if 0 < disk_rate < rate:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from huggingface_hub import get_token
+
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import hide_passwords
@@ -185,6 +187,11 @@ def check_export(settings: ExportConfig) -> None:
         )
     if settings.hub is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", settings.hub):
         raise UserError(f"export.hub: must be the name of a repository, USER/NAME, but is {settings.hub!r}; correct it")
+    if settings.hub is not None and get_token() is None:
+        raise UserError(
+            f"export.hub: a token of the hub must be there to upload to {settings.hub}, but none is; log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        )
 
 
 class OpenvinoWeights(StrEnum):

@@ -282,7 +282,8 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         cut = Tokenizer.from_str(json.dumps(plain))
         others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=cut)
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
-    texts = TEXT, _rendered(tokenizer, *chat, add_generation_prompt=True)
+    chats = [_rendered(tokenizer, *each, add_generation_prompt=True) for each in (chat, _chats(tokenizer)[0])]
+    texts = (TEXT, *chats)  # with a space after each special token, and without
     ours = _cut(lambda: tokenizer, texts)
     splits = getattr(tokenizer, "split_special_tokens", False)
     mend = f"set split_special_tokens in {CONFIG} to false" if splits else AS_IT_IS

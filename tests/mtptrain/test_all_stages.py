@@ -120,7 +120,10 @@ CHANGED = {  # each setting, and the stages that are not finished once it has ch
 }
 
 
-def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_path: Path) -> None:
+def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
     config = make_config(f"run_dir={tmp_path}", "+prompts.template_kwargs.thinking=0")
     names = ("prompts", "hidden-states", "acceptance", "export")
     outputs = {name: all_stages.output_of(name, STAGES[name], config) for name in names}

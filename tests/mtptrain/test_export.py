@@ -325,6 +325,7 @@ class HubRequest(BaseHTTPRequestHandler):
 def test_an_export_is_kept_if_the_hub_refuses_it_and_uploaded_by_the_same_command(
     tmp_path: Path, deep_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     config, hub = trained(tmp_path / "run", deep_target, "export.hub=user/name"), Hub()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     Thread(target=hub.serve_forever, daemon=True).start()
@@ -347,4 +348,9 @@ def test_an_export_is_kept_if_the_hub_refuses_it_and_uploaded_by_the_same_comman
         export(Run(make_config(f"run_dir={tmp_path}/run", f"target.path={deep_target}", "export.hub=user/my-eagle3")))
     with pytest.raises(UserError, match=r"export\.hub: must be the name of a repository, USER/NAME, but is 'name'"):
         make_config("export.hub=name")
+    monkeypatch.setattr("mtptrain.settings.evaluation.get_token", lambda: None)
+    with pytest.raises(
+        UserError, match=r"export\.hub: a token .* to upload to user/name, but none is; log in with `hf"
+    ):
+        make_config("export.hub=user/name")  # before hours of other stages
     hub.shutdown()

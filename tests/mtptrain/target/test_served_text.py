@@ -305,6 +305,8 @@ def test_flags_of_added_tokens_that_llama_cpp_does_not_read_are_named(
     ("step", "value", "said"),
     [
         ("normalizer", {"type": "Lowercase"}, True),
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first"}, True),
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}, False),
         ("normalizer", {"type": "NFC"}, False),  # as Qwen's, which changes no letters of these texts
         (
             "pre_tokenizer",
