@@ -81,6 +81,11 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "experts' shares": ("qwen2_moe", {**EXPERTS, **SHARED_EXPERT, "norm_topk_prob": True}),
     "clipped": ("olmoe", {**EXACT["olmoe"][1], "clip_qkv": 0.5}),
     "no biases": ("qwen2_moe", {**EXPERTS, **SHARED_EXPERT, "qkv_bias": False}),
+    "one expert, after dense layers": (
+        "deepseek_v3",
+        {**EXACT["deepseek_v3"][1], "num_experts_per_tok": 1, "norm_topk_prob": True, "first_k_dense_replace": 2}
+        | {"num_hidden_layers": 4},
+    ),
     "norms of keys": ("phi", {"qk_layernorm": True}),
     "head_dim of mixtral": ("mixtral", {**LOCAL_EXPERTS, "head_dim": 32}),
     "biases": ("qwen3", {"attention_bias": True}),

@@ -101,8 +101,15 @@ class Mlx(WorkerEngine):
             warn(f"the export was not compared with mlx-lm, as mtptrain serving-check does: {error}")
             return
         self.compare_model(python, directory, form.model_config, form.model_config.num_hidden_layers)
-        if not {"quantization_config", "text_config"} & own_config(target.config)[1].keys():
-            self.compare_model(python, target.directory, target.config, 2)
+        if getattr(target.config, "quantization_config", None) is not None:
+            warn(
+                f"{target.directory} was not compared with mlx-lm, because it is quantised: run mtptrain serving-check"
+            )
+            return
+        # A layer of each kind: the first ones of some families have no experts.
+        self.compare_model(
+            python, target.directory, target.config, 2 + getattr(target.config, "first_k_dense_replace", 0)
+        )
 
     def compare_model(self, python: Path, directory: Path, config: PreTrainedConfig, num_layers: int) -> None:
         """Raises UserError if mlx-lm computes the first layers of a model otherwise than transformers."""
@@ -148,6 +155,7 @@ def why_not_qwen(target: PreTrainedConfig) -> Iterator[Refusal]:
     for fits, must_have, value, reason in (
         (kind == "default", "rope_parameters of type default", kind, "has plain RoPE alone, and would not scale it"),
         (rope.keys() >= set(needed), " and ".join(needed), [*rope], "does not load it without these rope_parameters"),
+        (not all(is_full), "full_attention_interval above 1", interval, "fails without a layer of linear attention"),
         (is_same, "the full_attention_interval of its layer_types", interval, "reads only the first of these"),
     ):
         if not fits:
@@ -161,6 +169,11 @@ def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:
     findings/mlx_lm_ignores_rope_parameters.sh shows it.
     """
     path, config = own_config(target)
+    if "text_config" in config:
+        reason = "mlx-lm reads other keys of a target with text_config, and none was compared with ours"
+        yield Refusal(
+            "target.path", "a target that reads text alone", f"a {target.model_type} with text_config", reason
+        )
     keys = rope_for_mlx_lm(config.get("rope_parameters") or {})
     own = {"rope_theta": 1e4} if target.model_type in ("llama", "mistral") else {}
     missing = json.dumps({name: value for name, value in keys.items() if value != (own | config).get(name)})

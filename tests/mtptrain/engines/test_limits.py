@@ -1,5 +1,6 @@
 """Tests that an export that an engine would not serve correctly is refused with the reason and a remedy."""
 
+import json
 import re
 import warnings
 from itertools import product
@@ -109,6 +110,20 @@ def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
     scaled.save_pretrained("scaled")
     with pytest.raises(UserError, match=r'add the entries {"rope_scaling": {.*"factor": .*} to scaled/config\.json'):
         format_for("mlx", head_config("draft_model"), scaled)
+    for config, name, more, message in (
+        (target_config(_name_or_path="seen"), "draft_model", {"text_config": {}}, "a target that reads text alone to"),
+        (
+            target_config("qwen3_5_text", _name_or_path="full", layer_types=["full_attention"] * 4, **QWEN3_5[1]),
+            "dflash",
+            {"full_attention_interval": 1},
+            "must be a target with full_attention_interval above 1",
+        ),
+    ):
+        config.save_pretrained(config.name_or_path)
+        stored = Path(config.name_or_path) / "config.json"
+        stored.write_text(json.dumps(json.loads(stored.read_text()) | more))
+        with pytest.raises(UserError, match=message):
+            format_for("mlx", head_config(name), config)
     for engine, name, head, family, target, message in REFUSED:
         with pytest.raises(UserError) as refused:
             format_for(engine, head_config(name, **head), target_config(family, **target))
