@@ -17,8 +17,6 @@ from mtptrain.utils.errors import error_summary
 from .renderings import Encoding
 
 NO_IDS = "a trace without token ids, which docs/traffic.md says how to log; for its texts, prompts.source=conversations"
-
-
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character. Servers write one for several, as they decode token by token."""
 

@@ -277,10 +277,9 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         others[cutter] = partial(named.from_pretrained, target.directory)
     if stored.is_file():
         others["tokenizer.json itself"] = partial(PreTrainedTokenizerFast, tokenizer_file=str(stored))
-    own = json.loads(tokenizer.backend_tokenizer.to_str())
-    if (plain := _as_llama_reads(own, str(target.gguf_metadata.get("general.name")))) != own:
-        cut = Tokenizer.from_str(json.dumps(plain))
-        others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=cut)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    if (plain := _as_llama_reads(content, str(target.gguf_metadata.get("general.name")))) != content:
+        others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer.from_str(json.dumps(plain)))
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
     chats = [_rendered(tokenizer, *each, add_generation_prompt=True) for each in (chat, _chats(tokenizer)[0])]
     texts = (TEXT, *chats)  # with a space after each special token, and without

@@ -50,6 +50,5 @@ def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
         succeed(module, *overrides)
     report = json.loads((tmp_path / "run/serving_check/report.json").read_text())
     ours, theirs = report["ours"], report["theirs"]
-    print(ours, theirs)
     assert 0 < ours["accepted_at"][0] < ours["rounds"]
     assert abs(theirs["acceptance_length"] / ours["acceptance_length"] - 1) <= ROUNDING_TOLERANCE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -330,17 +330,20 @@ class VllmDraftModel(VllmFormat):
         self.model_config = model_config(self.head, target)
         self.architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_config.model_type])
 
+    @cached_property
+    def _empty(self) -> PreTrainedModel:
+        return build_on_meta(self.model_config)
+
     def tensors(self, state: Tensors) -> Tensors:
         """Returns tensors by the names of published checkpoints, whose experts transformers 5 joins."""
-        return dict(revert_weight_conversion(build_on_meta(self.model_config), dict(state)))
+        return dict(revert_weight_conversion(self._empty, dict(state)))
 
     def state(self, tensors: Tensors) -> Tensors:
-        model = build_on_meta(self.model_config)
-        names = model.state_dict().keys()
+        names = self._empty.state_dict().keys()
         if tensors.keys() <= names:
             return tensors
         dtype = next(iter(tensors.values())).dtype
-        model = type(model).from_pretrained(None, config=self.model_config, state_dict=dict(tensors), dtype=dtype)
+        model = type(self._empty).from_pretrained(None, config=self.model_config, state_dict=dict(tensors), dtype=dtype)
         return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
     def config_json(self, dtype: str) -> dict[str, Any]:
