@@ -428,8 +428,14 @@ def _translated(name: str, modules: Mapping[str, str]) -> str:
 
 
 def sampling_of(header: GGUFHeader) -> dict[str, Any]:
-    """Returns how llama.cpp samples with a file unless a request says otherwise, as generation_config.json has it."""
-    given = {SAMPLING.get(key, key): value for key, value in header.section("general.sampling.").items()}
+    """Returns how llama.cpp samples with a file unless a request says otherwise, as generation_config.json has it.
+
+    Files hold numbers in fp32, so 0.95 is there as 0.949999988: it is the shortest number that becomes the same.
+    """
+    given = {
+        SAMPLING.get(key, key): float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in header.section("general.sampling.").items()
+    }
     if given.get("temperature", 1) <= 0:  # greedy, which transformers says in another way
         return {name: x for name, x in given.items() if name not in SAMPLED_BY.values()} | {"do_sample": False}
     return given | {"do_sample": True} if given.keys() & SAMPLED_BY.values() else given

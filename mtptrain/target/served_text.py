@@ -135,9 +135,9 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares the modes that llama-server sets in a template, and the prompts of different days."""
     tokenizer = target.tokenizer
     question, answered = _chats(tokenizer)
-    if "enable_thinking" not in target.template_kwargs:
+    for tools in TOOLS if "enable_thinking" not in target.template_kwargs else ():
         ours, thinks, skips = (
-            _rendered(tokenizer, *question, add_generation_prompt=True, **set_to)
+            _rendered(tokenizer, *question, tools=tools, add_generation_prompt=True, **set_to)
             for set_to in ({}, {"enable_thinking": True}, {"enable_thinking": False})
         )
         thought = {"role": "assistant", "content": "b", "reasoning_content": PROBE}
@@ -148,6 +148,7 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             how = "sets enable_thinking, true where it finds thoughts in the template and else false, and for "
             mend += f"set +prompts.template_kwargs.enable_thinking={value}"
             yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
+            break
     undated = partial(_rendered, tokenizer, *answered, strftime_now="")  # "" if it is called
     dated = [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)]
     for tools in dated[:1]:

@@ -88,9 +88,10 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
     note = engine_of("llama_cpp").defaults_note(engine_of("llama_cpp").read_by(run.target))
     assert "target.gguf sets temperature 0.5, penalty_last_n 9. llama.cpp b11434 applies temperature, penal" in note
-    gguf = write_gguf(gguf, target, settings={"general.sampling.temp": 0.5})
+    gguf = write_gguf(gguf, target, settings={"general.sampling.temp": 0.5, "tokenizer.ggml.suppress_tokens": [3, 5]})
     run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
     assert served_settings(run)["as_served_sampled"]["temperature"] == 0.5
+    assert "llama.cpp never answers [3, 5], and our loop may." in engine_of("llama_cpp").notes(run.target)[-1]
     note = engine_of("transformers").defaults_note(
         GenerationDefaults(processors={"max_time": 2, "stop_strings": ["x"]})
     )

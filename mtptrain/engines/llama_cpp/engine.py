@@ -37,7 +37,7 @@ from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfi
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import NEUTRAL, PENALTIES, GenerationDefaults
-from mtptrain.target.gguf import OWN_SAMPLING, SAMPLING, require_same_sizes
+from mtptrain.target.gguf import OWN_SAMPLING, SAMPLING, TOKENIZER, require_same_sizes
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import UserError
 
@@ -114,6 +114,11 @@ class LlamaCpp(RunningEngine):
 
     def ends_note(self, target: TargetFiles) -> str:
         return llama_tokens(target).unknown or super().ends_note(target)
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        suppressed = target.gguf_metadata.get(f"{TOKENIZER}suppress_tokens", [])
+        note = f"{target.gguf} suppresses tokens: {self.name} never answers {suppressed}, and our loop may."
+        return super().notes(target) + [note] * bool(suppressed)
 
     def found(self, key: str) -> tuple[str, str] | None:
         with suppress(UserError):

@@ -199,8 +199,8 @@ def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target
 
 def test_the_sampling_of_a_file_is_that_of_the_target(tmp_path: Path, target: Path) -> None:
     for sampling, expected in (
-        ({"temp": 0.5, "top_k": 20}, {"do_sample": True, "temperature": 0.5, "top_k": 20}),
-        ({"temp": 0.0, "top_p": 0.5, "penalty_repeat": 1.5}, {"do_sample": False, "repetition_penalty": 1.5}),
+        ({"temp": 0.7, "top_k": 20}, {"do_sample": True, "temperature": 0.7, "top_k": 20}),
+        ({"temp": 0.0, "top_p": 0.5, "penalty_repeat": 1.1}, {"do_sample": False, "repetition_penalty": 1.1}),
     ):
         settings = {f"general.sampling.{name}": value for name, value in sampling.items()}
         directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings)))

@@ -94,6 +94,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         "",
         ["enable_thinking=true makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off, or set"],
     ),
+    "thoughts beside tools": (
+        {JINJA: A + "{% if tools and add_generation_prompt and not enable_thinking %}<-{% endif %}"},
+        "",
+        ["enable_thinking=true makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off, or set"],
+    ),
     "thoughts in three manners": (
         {JINJA: A + "{% if add_generation_prompt and enable_thinking is defined %}{{ enable_thinking }}{% endif %}"},
         "",
