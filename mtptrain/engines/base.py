@@ -122,6 +122,8 @@ class Engine(ABC):
     """Whether the engine's penalties are those of our sampler, so that its answers with them must equal ours."""
     without_them = "set them in each request"
     """How an engine is told not to apply them."""
+    reads_gguf = False
+    """Whether the engine serves a target as a GGUF file."""
     package = ""
     """The module by which Python imports the engine; empty if it has the engine's name in `export.engine`."""
 

@@ -3,7 +3,7 @@
 An engine's module is imported when it is first asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -105,12 +105,13 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
 def remedies(refusal: Refusal, engine: str, head: HeadConfig, target: PreTrainedConfig) -> str:
     """Returns what to do instead, with only those engines and heads that would not refuse this target in turn."""
     engines = [key for key in ADVISED if refusal.may_change_engine and first_refusal(key, head, target) is None]
-    heads = heads_served(engine, target) if refusal.setting in ("target.path", "export.engine", "head") else []
+    is_other = refusal.setting in ("target.path", "export.engine", "head")
+    heads = _as_arguments(heads_served(engine, target)) if is_other else ""
     found = [f"set export.engine={' or '.join(engines)}"] * bool(engines)
-    found += filter(None, [refusal.instead, f"train head={' or '.join(heads)}" if heads else ""])
+    found += filter(None, [refusal.instead, heads and f"train {heads}"])
     if not engines and not heads and refusal.may_change_engine:
-        served = {key: heads_served(key, target) for key in ADVISED}
-        found += [f"train head={' or '.join(names)} for export.engine={key}" for key, names in served.items() if names]
+        served = {key: _as_arguments(heads_served(key, target)) for key in ADVISED}
+        found += [f"train {names} for export.engine={key}" for key, names in served.items() if names]
     return ", or ".join(found) or "choose another target"
 
 
@@ -128,14 +129,23 @@ def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Re
     return next(engine_of(engine).why_not(head, target), None)
 
 
-def heads_served(engine: str, target: PreTrainedConfig) -> list[str]:
-    """Returns the heads that an engine serves with a target if their settings are left out."""
-    found = []
+def heads_served(engine: str, target: PreTrainedConfig) -> dict[str, list[str]]:
+    """Returns the heads that an engine serves with a target, each with the settings that must be false for it."""
+    found = {}
     for name in engine_of(engine).formats.keys() - {DraftModelConfig.name}:  # which needs a model to start from
+        head, switched_off = HEAD_CONFIGS[name](), list[str]()
         with suppress(UserError):  # such as captured layers that the target does not have
-            if first_refusal(engine, HEAD_CONFIGS[name](), target) is None:
-                found.append(name)
-    return sorted(found)
+            while (refusal := first_refusal(engine, head, target)) is not None and refusal.must_be == "false":
+                switched_off.append(refusal.setting.removeprefix("head."))
+                setattr(head, switched_off[-1], False)
+            if refusal is None:
+                found[name] = switched_off
+    return found
+
+
+def _as_arguments(served: Mapping[str, Sequence[str]]) -> str:
+    heads = [" ".join([name, *(f"head.{each}=false" for each in served[name])]) for name in sorted(served)]
+    return f"head={' or '.join(heads)}" if heads else ""
 
 
 def check_exportable(config: PipelineConfig) -> None:

@@ -5,11 +5,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from transformers import PreTrainedConfig
 
 from mtptrain import init
 from mtptrain.cli.arguments import compose_config
+from mtptrain.config import RECIPES
+from mtptrain.engines.table import format_for
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.engines.conftest import target_config
+from tests.published_targets import PUBLISHED_TARGETS
 
 
 def refuse(key: str) -> None:
@@ -48,12 +52,34 @@ def test_a_file_is_written_that_composes_and_is_never_overwritten(
     assert Path("my.yaml").read_text() == text and not Path("b.yaml").exists()
 
 
-def test_a_known_target_gets_its_recipe_and_folders_are_texts(tmp_path: Path) -> None:
-    small = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "vocab_size": 49_152}
+GEMMA3 = {"hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262_144}
+
+
+def written(path: str, config: PreTrainedConfig, *data: str) -> tuple[str, str]:
     with (
         patch("mtptrain.init.running_engine", refuse),
         patch("mtptrain.init.config_dir"),
-        patch("mtptrain.init.read_target_config", lambda _: target_config("llama")),
+        patch("mtptrain.init.read_target_config", lambda _: config),
     ):
-        text = init.settings_for(small, [str(tmp_path)], Path("my.yaml"))
-    assert "recipe: smollm2_135m_mtp\n" in text and "source: text_files" in text
+        return init.settings_for(path, list(data), Path("my.yaml"))
+
+
+def test_every_target_of_a_recipe_is_known_by_its_sizes_and_folders_are_texts(tmp_path: Path) -> None:
+    others = {"smollm2_135m": target_config("llama", **SMOLLM2), "gemma3_270m": target_config("gemma3_text", **GEMMA3)}
+    targets = others | {name: target.config() for name, target in PUBLISHED_TARGETS.items()}
+    assert targets.keys() | {"demo"} == {path.stem for path in Path(RECIPES, "target").glob("*.yaml")}
+    for name, config in targets.items():
+        text, _ = written("/models/mine", config, str(tmp_path))
+        assert f"recipe: {name}_mtp #" in text and "source: text_files" in text
+
+
+def test_a_gguf_file_gets_a_head_that_llama_cpp_serves_and_the_command_that_installs_it(tmp_path: Path) -> None:
+    text, line = written("mine.gguf", target_config("llama", **SMOLLM2))
+    (tmp_path / "my.yaml").write_text(text)
+    config = compose_config(str(tmp_path / "my.yaml"))
+    assert (config.export.engine, config.head.name, config.head.draft_vocab_size) == ("llama_cpp", "eagle3", 8192)
+    assert format_for("llama_cpp", config.head, target_config("llama", **SMOLLM2))
+    assert line == "llama_cpp will serve the head, but is not found here: no llama_cpp here\n"
+    text, _ = written("mine.gguf", target_config("gemma3_text", **GEMMA3))  # no head of which llama.cpp serves
+    assert "recipe: gemma3_270m_mtp #" in text and "engine: vllm #" in text

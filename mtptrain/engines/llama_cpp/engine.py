@@ -72,6 +72,7 @@ class LlamaCpp(RunningEngine):
     # By the source: common_params_sampling, and spec_retune of common/speculative.cpp.
     sampling = {"order": ("top_k", "top_p", "min_p", "temperature"), "draft_top_k": 10}  # noqa: RUF012
     sampled_drafts = {"draft_model": "`--spec-draft-sampling probabilistic`"}  # noqa: RUF012
+    reads_gguf = True
     server = LlamaServer
     advice = (
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
