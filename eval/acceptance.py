@@ -3,8 +3,9 @@
 Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained)
 and the held-out prompts of `run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and
 the answers (`generations.jsonl`, and `generations_NAME.jsonl` for each other row) to `run_dir/acceptance/`, and prints
-a table. It also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, and
-the head combined with prompt lookup), and the head at other temperatures and confidence thresholds.
+a table. It also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, the
+head combined with prompt lookup, and the head that training started from), and the head at other temperatures and
+confidence thresholds.
 
     mtptrain acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     mtptrain acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
@@ -41,7 +42,7 @@ from mtptrain.engines.table import engine_of
 from mtptrain.engines.verdict import bench_of
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
-from mtptrain.init_from.start import RunHead, load_draft_model, trained_or_initial_head
+from mtptrain.init_from.start import RunHead, initial_head, load_draft_model, trained_or_initial_head
 from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.generation import ONLY_SAMPLED, PENALTIES
@@ -78,19 +79,21 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     run_head = trained_or_initial_head(run.stage_dir("train"), run.head, run.target, dtype, ranks.device)
     trained_on = training_facts(run_head)  # refuses damaged records before the measurement
     prompts = read_prompts(settings, config.prompts, run.target, run.stage_dir("prompts"))
-    model = None
+    model = initial = None
     if settings.draft_model is not None:
         model = load_draft_model(settings.draft_model, run.target, dtype, ranks.device)
-    for setting, head in {"head": run_head.head, "acceptance.draft_model": model}.items():
+    if Baseline.initial in settings.baselines:
+        initial = initial_head(run.head, run.target, dtype, ranks.device).head
+    for setting, head in {"head": run_head.head, "acceptance.draft_model": model, "head.init_from": initial}.items():
         if head is not None:
             lengths = settings.max_new_tokens, settings.num_speculative_tokens
             check_head_context(head, prompts.input_ids.values(), *lengths, setting)
     target = load_target(run.target.directory, dtype, ranks.device)
 
     served = served_settings(run)
-    candidates = candidates_of(settings, run_head, target, model, ranks.rank, served, engine.sampling)
+    candidates = candidates_of(settings, run_head, target, model, initial, ranks.rank, served, engine.sampling)
     tokenizer = run.target.tokenizer
-    longest = longest_prompt(target, [run_head.head, model], settings)
+    longest = longest_prompt(target, [run_head.head, model, initial], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
     # The head's losses are those on the target's answers to the first turn of each prompt.
     own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
@@ -165,6 +168,7 @@ def candidates_of(
     run_head: RunHead,
     target: Target,
     model: Head | None,
+    initial: Head | None,
     rank: int,
     served: Mapping[str, Mapping[str, Any]],
     rules: Mapping[str, Any],
@@ -203,6 +207,7 @@ def candidates_of(
         Baseline.none: NoDrafter,
         Baseline.prompt_lookup: lambda: PromptLookupDrafter(depths),
         Baseline.model: lambda: drafter(model),
+        Baseline.initial: lambda: drafter(initial),
         Baseline.tree: lambda: TreeDrafter(
             run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k
         ),

@@ -43,7 +43,7 @@ from mtptrain.config import AnsweringEngine, Backend, PipelineConfig, load_confi
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
 from mtptrain.engines.table import check_exportable, has_format
-from mtptrain.engines.verdict import bench_of, verdict
+from mtptrain.engines.verdict import bench_of, verdict, why_not_better
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
@@ -288,6 +288,8 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
     if not has_format(config.head.name):
         print(f"no engine has a class for head {config.head.name}, so it is not exported")
         return
+    if config.export.only_if_better and why_not_better(report):
+        return  # the export has said so
     same = shlex.join(overrides)
     print(
         f"{export.parent} has the head, and its README.md the command that serves it. "

@@ -169,6 +169,16 @@ def _check_relations(config: PipelineConfig) -> None:
             f"acceptance.baselines: must not contain tree with head {config.head.name}, which drafts chains only, but "
             "does; remove it"
         )
+    if Baseline.initial in config.acceptance.baselines and config.head.init_from is None:
+        raise UserError(
+            "head.init_from: must be the head to measure as acceptance.baselines=[initial], but is left out; set it to "
+            "the export or folder of a head, or remove that baseline"
+        )
+    if config.export.only_if_better and Baseline.initial not in config.acceptance.baselines:
+        raise UserError(
+            "acceptance.baselines: must contain initial with export.only_if_better=true, which compares the head with "
+            "it, but does not; set acceptance.baselines=[initial]"
+        )
 
 
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:

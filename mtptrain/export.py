@@ -17,12 +17,13 @@ import torch
 from huggingface_hub import HfApi, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.config import PipelineConfig, PromptSource
+from mtptrain.config import Baseline, PipelineConfig, PromptSource
 from mtptrain.decoding.export_proof import prove_equal_proposals
 from mtptrain.engines.base import Engine
 from mtptrain.engines.exports import README, SERVING, export_dir
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import engine_of, format_for
+from mtptrain.engines.verdict import why_not_better
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, first_misfit
 from mtptrain.init_from.start import trained_or_initial_head
@@ -41,6 +42,7 @@ IMAGE_NOTE = (
     "The target also reads images. The head was trained and measured on text alone, so prompts with images may have "
     "fewer drafts accepted."
 )
+MEASURE_AGAIN = "run mtptrain acceptance again"
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 
 
@@ -66,6 +68,9 @@ def export(run: Run) -> None:
     if chosen is ExportDtype.q8_0:
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
+    if config.export.only_if_better and (why := why_not_better(compared(run, trained.sha256))):
+        print(f"not exported: {why}; export.only_if_better=false exports it nevertheless")
+        return
     option = engine.sampled_drafts.get(config.head.name)
     measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256, option)
 
@@ -150,7 +155,7 @@ def reload_head(directory: Path, form: Format) -> Head:
 
 def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str:
     """Returns what the README says about the head's acceptance. The engine samples its drafts with the option."""
-    report = read_sealed(path, "run mtptrain acceptance again, or remove this file") if path.is_file() else {}
+    report = read_sealed(path, MEASURE_AGAIN) if path.is_file() else {}
     if report.get("head_sha256") != head_sha256 or report["acceptance_length"] is None:
         return "Not measured: run `mtptrain acceptance` and export again."
     how = f"add {option}" if option else "the engine does not do that, and will accept another share"
@@ -160,6 +165,18 @@ def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str
         f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
         f"{report['dtype']}." + (f" Its drafts were sampled: {how}." if report.get("sample_drafts") else "")
     )
+
+
+def compared(run: Run, head_sha256: str) -> dict[str, Any]:
+    """Returns the report in which a head is measured beside the one that it started from."""
+    path = run.config.acceptance_dir / "report.json"
+    report: dict[str, Any] = read_sealed(path, MEASURE_AGAIN) if path.is_file() else {}
+    if report.get("head_sha256") != head_sha256 or Baseline.initial not in report.get("baselines", {}):
+        raise UserError(
+            f"{path}: must have this head and the one of head.init_from (export.only_if_better=true), but has not; "
+            f"{MEASURE_AGAIN}"
+        )
+    return report
 
 
 def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mapping[str, Any]) -> str:

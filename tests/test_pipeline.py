@@ -142,8 +142,6 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
-    """Follows the header of recipe `quickstart_continual`: measures the served head, trains it on the traffic, and
-    measures it again."""
     said = [[("user", f"read {i}"), ("assistant", f"def read_file_{i}(): open_line")] for i in range(30)]
     chats = [[{"role": role, "content": text} for role, text in turns] for turns in said]
     write_rows(tmp_path / "traffic.jsonl", [{"id": f"c{i}", "messages": chat} for i, chat in enumerate(chats)])
@@ -151,13 +149,17 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
     overrides = [setting for setting in finished[1] if not setting.startswith(replaced)]
     overrides += [f"prompts.paths=[{tmp_path}/traffic.jsonl]", "prompts.validation_fraction=0.2", "train.max_steps=4"]
     overrides += [f"head.init_from={finished[0]}/export/vllm", f"run_dir={tmp_path}/run"]
-    before = (f"acceptance.output_dir={tmp_path}/before",)
-    for program in ("prompts", "before", "hidden-states", "train", "acceptance"):
-        name, more = ("acceptance", before) if program == "before" else (program, ())
-        succeed(name, "recipe=quickstart_continual", *overrides, *more)
+    overrides += ["recipe=quickstart_continual", "acceptance.baselines=[initial]"]
+    succeed("prompts", *overrides)
+    succeed("acceptance", *overrides, f"acceptance.output_dir={tmp_path}/before")
+    printed = succeed("run", *overrides).stdout
     served, learned = report_of(tmp_path / "before"), report_of(tmp_path / "run/acceptance")
     assert served["head"] == f"{finished[0]}/export/vllm" and learned["head"] == f"{tmp_path}/run/train/best"
     assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
+    initial = learned["baselines"]["initial"]
+    assert initial["accepted"] == served["accepted"] and initial["rounds"] == served["rounds"]
+    is_better = learned["acceptance_length"] > initial["acceptance_length"]
+    assert (tmp_path / "run/export/vllm/config.json").is_file() == is_better != ("not exported: " in printed)
 
 
 REFUSED = {

@@ -37,6 +37,12 @@ OUT_OF_RANGE = [
     ("acceptance.top_p", "0.9", "be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0"),
     ("acceptance.baselines=[tree] acceptance.sample_drafts", "true", "be false if acceptance.baselines names `tree`"),
     ("acceptance.baselines=[model] acceptance.draft_model", "null", "be set if and only if acceptance.baselines names"),
+    (
+        "head=mtp head.init_from=x acceptance.baselines=[initial] head.init_from",
+        "null",
+        "be the head to measure as acc",
+    ),
+    ("export.only_if_better=true acceptance.baselines", "[none]", "contain initial with export.only_if_better=true, "),
     ("acceptance.baselines=[tree] acceptance.tree_top_k=2 acceptance.tree_nodes", "32", "at most 10, the candidates "),
 ]
 """For each kind of bound and relation, settings of which the last is out of range, and a part of the error message."""

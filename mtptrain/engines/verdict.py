@@ -43,6 +43,14 @@ def gains(bench: Figures) -> str:
     return f"{bench['engine']} {bench['version']} gains {', '.join(parts)}"
 
 
+def why_not_better(report: Figures) -> str:
+    """Returns why a head is not better than the one that it started from; "" if it is."""
+    before, after = (each["acceptance_length"] or 1.0 for each in (report["baselines"]["initial"], report))
+    return f"acceptance length {before:.3f} before and {after:.3f} after, {report['prompts']} prompts" * (
+        after <= before
+    )
+
+
 def verdict(report: Figures, bench: Figures | None) -> str:
     """Returns in a sentence or two what a head gains and, if that is nothing, what to do."""
     length, lookup = report["tokens_per_step"], report["baselines"].get("prompt_lookup", {}).get("tokens_per_step")

@@ -78,12 +78,18 @@ def trained_or_initial_head(
     """
     trained = best_or_last(train_dir)
     if config.init_from is not None and not (trained / "head.json").is_file():
-        return _opened(config.init_from, config, target, dtype, device)
+        return initial_head(config, target, dtype, device)
     check_head_target(trained, target)
     depths = {"head.ttt_steps": stored_config(trained).ttt_steps}
     advice = f"set head.ttt_steps={depths['head.ttt_steps']}, or train again"
     refuse_different_facts(trained / "head.json", {"head.ttt_steps": config.ttt_steps}, depths, advice)
     return _opened_of_ours(trained, config, target, dtype, device)
+
+
+def initial_head(config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device) -> RunHead:
+    """Returns the head of `head.init_from`."""
+    assert config.init_from is not None, "see check_config"
+    return _opened(config.init_from, config, target, dtype, device)
 
 
 def open_head(

@@ -27,6 +27,8 @@ class Baseline(StrEnum):
     """The head with a tree of drafts (EAGLE-2) instead of a chain."""
     hybrid = "hybrid"
     """Prompt lookup where its match is long, otherwise the head."""
+    initial = "initial"
+    """The head of `head.init_from`, from which training started."""
 
 
 class ExportEngine(StrEnum):
@@ -176,6 +178,8 @@ class ExportConfig:
     """null is `run_dir/export/<engine>`."""
     hub: str | None = None
     """Repository on the Hugging Face Hub to upload the export to, as USER/NAME. It is made if it does not exist."""
+    only_if_better: bool = False
+    """Export only a head of which more is accepted than of the head of `head.init_from`, on the same prompts."""
 
 
 def check_export(settings: ExportConfig) -> None:

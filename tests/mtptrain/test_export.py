@@ -103,6 +103,22 @@ def test_an_export_holds_all_that_serving_needs(
         assert tensors["d2t"].dtype is torch.int64 and int(tensors["t2d"].sum()) == 96
 
 
+def test_only_a_head_that_is_better_than_the_one_that_it_started_from_is_exported_if_asked(
+    tmp_path: Path, deep_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = ("head.init_from=x", "acceptance.baselines=[initial]", "export.only_if_better=true")
+    run = Run(trained(tmp_path / "run", deep_target, *better, "export.engine=vllm"))
+    report, exported = tmp_path / "run/acceptance/report.json", tmp_path / "run/export/vllm"
+    with pytest.raises(UserError, match=r"must have this head and the one of head.init_from .*run mtptrain acceptance"):
+        export(run)
+    for length, is_better in ((2.5, False), (3.0, False), (2.4, True), (None, True)):
+        seal_again(report, baselines={"initial": {"acceptance_length": length}})
+        export(run)
+        refused = f"not exported: acceptance length {length or 1:.3f} before and 2.500 after, 4 prompts; export.only_if"
+        assert exported.is_dir() == is_better != (refused in capsys.readouterr().out)
+        shutil.rmtree(exported, ignore_errors=True)
+
+
 def test_the_mask_token_is_that_of_the_prompts_and_the_readme_tells_what_the_head_was_trained_on(
     tmp_path: Path, deep_target: Path
 ) -> None:
