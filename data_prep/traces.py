@@ -1,7 +1,8 @@
 """Reads the exact token ids of what a target wrote, out of what engines and agents log.
 
 Read are answers of OpenAI-style servers with `return_token_ids` (vLLM 0.32: `prompt_token_ids`, and `token_ids` of a
-choice), trajectories of Harbor's ATIF 1.4 and later, and traces of Verifiers 0.4. docs/traffic.md says how to log them.
+choice; SGLang 0.5.23: `response_token_ids` in chats), SGLang's log of requests (srt/utils/request_logger.py),
+trajectories of Harbor's ATIF 1.4 and later, and traces of Verifiers 0.4. docs/traffic.md says how to log them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ def _calls(row: Mapping[str, Any]) -> list[Call] | None:
         if row.get("mm_token_type_id_map"):
             raise ConversationRefused("a trace with images or videos")
         return [*_of_nodes(row["nodes"])]
+    if row.get("event") == "request.finished":
+        return [*_of_log(row["obj"], row["out"])]
     if str(row.get("schema_version")).startswith("ATIF"):
         return [*_of_steps(row["steps"])]
     return [*_of_choices(body)] if isinstance(body, Mapping) and "choices" in body else None
@@ -62,8 +65,18 @@ def _calls(row: Mapping[str, Any]) -> list[Call] | None:
 def _of_choices(body: Mapping[str, Any]) -> Iterator[Call]:
     for choice in body["choices"]:
         prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        if prompt and choice.get("token_ids"):
-            yield Call(prompt, choice["token_ids"], (choice.get("message") or {}).get("content") or choice.get("text"))
+        if prompt and (answer := choice.get("token_ids") or choice.get("response_token_ids")):
+            yield Call(prompt, answer, (choice.get("message") or {}).get("content") or choice.get("text"))
+
+
+def _of_log(request: Mapping[str, Any], output: Mapping[str, Any]) -> Iterator[Call]:
+    if any(request.get(f"{each}_data") for each in ("image", "audio", "video")):
+        raise ConversationRefused("a trace with images or videos")
+    prompt, answer = request.get("input_ids"), output.get("output_ids")
+    if prompt and answer:
+        if len(answer) != output["meta_info"]["completion_tokens"]:
+            raise ConversationRefused("a logged answer of which tokens are missing, as of one streamed in parts")
+        yield Call(prompt, answer, output.get("text"))
 
 
 def _of_steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

@@ -25,6 +25,17 @@ COMPLETION = {
     "choices": [{"text": "", "prompt_token_ids": [1, 2, 3], "token_ids": [4, 5]}],
 }
 
+CHAT_OF_SGLANG = {
+    "choices": [{"message": {"content": ""}, "prompt_token_ids": [1, 2, 3], "response_token_ids": [4, 5]}]
+}
+
+
+def logged(request: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
+    """A line of SGLang's log of requests."""
+    out = {"text": "", "output_ids": [4, 5], "meta_info": {"id": "r", "completion_tokens": 2}}
+    given = {"rid": "r", "text": "", "input_ids": [1, 2, 3], "image_data": None}
+    return {"timestamp": "", "event": "request.finished", "rid": "r", "obj": given | request, "out": out | output}
+
 
 def step(prompt: list[int], answer: list[int], **more: Any) -> dict[str, Any]:
     metrics = {"prompt_token_ids": prompt, "completion_token_ids": answer}
@@ -57,6 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[list[int], list[int]]]]] = {
     "a chat answer": (ANSWER, [([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]),
     "in a log": ({"request": {}, "response": ANSWER}, [([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]),
     "a completion": (COMPLETION, [([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]),
+    "a chat of SGLang": (CHAT_OF_SGLANG, [([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]),
+    "a log of SGLang": (logged({}, {}), [([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]),
     "two choices": (
         ANSWER | {"choices": [{"token_ids": [4]}, {"token_ids": [5, 6]}]},
         [([1, 2, 3, 4], [0, 0, 0, 1]), ([1, 2, 3, 5, 6], [0, 0, 0, 1, 1])],
@@ -96,6 +109,10 @@ def test_every_answer_of_a_trace_is_supervised_once_after_exactly_its_prompt(nam
         (atif(), "a trace without token ids"),
         (atif(step([1], [2], llm_call_count=2)), "a step of several calls, whose token ids cannot be told apart"),
         (ANSWER | {"prompt_token_ids": [1, 2.5]}, "token ids that are no whole numbers"),
+        (logged({"input_ids": None, "text": "q"}, {}), "a trace without token ids"),  # as of a completion
+        (logged({"input_ids": [1, "...", 3]}, {}), "token ids that are no whole numbers"),  # of a lower level
+        (logged({"image_data": ["a"]}, {}), "a trace with images or videos"),
+        (logged({}, {"output_ids": [5]}), "a logged answer of which tokens are missing, as of one streamed in parts"),
         ({"nodes": [node(7, [1, 2], 1)]}, "a trace in another form: .*IndexError"),
         ({"nodes": [node(None, [1, 2], 1)], "mm_token_type_id_map": {"5": 1}}, "a trace with images or videos"),
         ({"nodes": [{"token_ids": [1, 2, 3], "mask": [False, True, False]}]}, "goes on after the sampled tokens"),
