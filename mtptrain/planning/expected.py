@@ -34,7 +34,7 @@ class Expected(NamedTuple):
     """What the files of `prompts.paths` make, at most: answers of the target are as long as `responses` allows."""
 
     documents: int
-    """In training, like all but `answers`."""
+    """In training, like all but `answers`. Those that long answers are cut into are not known, and not counted."""
     tokens: int
     supervised: int
     longest: int
@@ -135,7 +135,7 @@ def _joined(prompts: PromptsConfig, sizes: Sequence[_Size], weights: NDArray[np.
     total = max(1.0, float(weights @ tokens))
     kept = min(total * trained, prompts.max_train_tokens or math.inf)
     return Expected(
-        documents=round(weights @ np.ceil(tokens / prompts.max_document_tokens) * kept / total),
+        documents=round(weights @ np.ceil((tokens - answers) / prompts.max_document_tokens) * kept / total),
         tokens=round(kept),
         supervised=round(weights @ supervised * kept / total),
         longest=int(lengths.max()),

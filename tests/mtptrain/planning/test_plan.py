@@ -171,12 +171,14 @@ def test_rows_of_files_bound_the_tokens_and_name_what_would_stop_a_later_stage(
     assert (plan.num_documents, plan.longest_tokens) == (180, 9 + 3 + 20)
     assert (plan.num_tokens, plan.num_supervised, plan.least_tokens) == (180 * 30, 180 * 20, 180 * 10)
     assert plan.seconds["responses"] == 200 * 20 / 10 and "at most 400 s at 10 tok" in plan.rows["time of responses"]
+    assert Plan(config_for(*answered, "prompts.max_document_tokens=14")).num_documents == 180  # not twice as many
     for free_bytes, has_disk in ((180 * 10 * 133 - 1, False), (180 * 10 * 133, True)):
         assert Plan(config_for(*answered), free_bytes).has_disk == has_disk
     with pytest.raises(UserError, match=r"run_dir: .* must be free for the hidden states"):
         Plan(config_for(*answered), free_bytes=1).check_disk()
     conversations = (*chats, "prompts.source=conversations")
     plan = Plan(config_for(*conversations, "prompts.max_train_tokens=1000"), free_bytes=10**12)
+    assert Plan(config_for(*conversations, "prompts.max_document_tokens=14")).num_documents == 2 * 180
     assert (plan.num_tokens, plan.num_supervised) == (1000, round(1000 * 9 / 20)) and "responses" not in plan.seconds
     for content, message in (("{}", r"none of 1 rows can: .*chats\.jsonl:1: no messages"), ("", "but none of 0 rows")):
         (tmp_path / "chats.jsonl").write_text(content)
