@@ -9,7 +9,6 @@ An argument may be a YAML file of one's own, whose settings are nested as in a r
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,21 +20,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, Arguments, advice, mistake, setting_names, unknown_name
+from mtptrain.cli.mistakes import (
+    CONFIG_GROUPS,
+    OPEN_SECTIONS,
+    TYPES,
+    Arguments,
+    advice,
+    mistake,
+    setting_names,
+    unknown_name,
+)
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.utils.errors import UserError, refusing
 
 T = TypeVar("T")
 
-LISTS = {
-    f"{section.name}.{each.name}"
-    for section in fields(PipelineConfig)
-    for kind in (HEAD_CONFIGS.values() if section.name == "head" else [section.default_factory])
-    if is_dataclass(kind)
-    for each in fields(kind)
-    if "list[" in str(each.type)
-}
+LISTS = {name for name, kind in TYPES.items() if "list[" in str(kind)}
 """The settings that are lists. A single value given for one of them is a list of this value."""
 
 

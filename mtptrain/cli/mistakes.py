@@ -1,21 +1,30 @@
-"""Explains a wrong command line in one line, mostly with Hydra's or OmegaConf's own message.
+"""Explains a wrong command line in one line: what must hold, what is given, and what to do.
 
-For the name of a setting that is not clear: Hydra advises to add an unknown setting, and suggests no name.
+Hydra advises to add an unknown setting, and suggests no name; OmegaConf says which of its classes a value is not.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
-from mtptrain.config import RECIPES
+from mtptrain.config import RECIPES, PipelineConfig
+from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.utils.errors import one_line
 from mtptrain.utils.masking import hide_passwords
 
@@ -32,8 +41,24 @@ REPLACED = {
     r"planner\.(hidden_states|train)_peak_share": "set planner.hidden_states_tokens_per_s or train_tokens_per_s",
     r"responses\.api_key_variable": "set the environment variable OPENAI_API_KEY",
     r"train\.resume": "training continues from the newest checkpoint, and starts from scratch in another run_dir",
+    r"(train\.)?learning_rate": "did you mean train.lr?",
+    r"(train\.)?num_(train_)?epochs": "did you mean train.epochs?",
+    r"(train\.)?(train_|micro_|per_device_train_)batch_size|train\.batch_size": "did you mean train.batch_tokens?",
+    r"(.*\.)?max_(seq_len(gth)?|sequence_length|length)": "did you mean prompts.max_document_tokens?",
+    r"(base_)?model(_name|_path|_name_or_path|\..*)?|target\.(model|name).*": "did you mean target.path?",
+    r"(data|dataset)(_path|_name|\..*)?|prompts\.(data|dataset|files?)": "did you mean prompts.paths?",
 }
-"""What to do instead of giving settings of earlier versions, where a similar name does not say it."""
+"""What to do instead of giving settings of earlier versions, or of other programs, where a similar name does not say
+it."""
+
+TYPES: dict[str, Any] = {each.name: each.type for each in fields(PipelineConfig)} | {
+    f"{section.name}.{each.name}": each.type
+    for section in fields(PipelineConfig)
+    for kind in (HEAD_CONFIGS.values() if section.name == "head" else [section.default_factory])
+    if is_dataclass(kind)
+    for each in fields(kind)
+}
+"""The type of each setting, by its name."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +84,13 @@ def mistake(error: Exception, arguments: Arguments) -> str:
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             return unknown_name(cause.full_key, arguments)
-        said = str(cause).splitlines()[0]
-        return (
-            f"{arguments.where(cause.full_key)}{cause.full_key}: must have a valid value, but OmegaConf reports: {said}"
-        )
+        name = cause.full_key.partition("[")[0]
+        start = f"{arguments.where(name)}{name}: must be"
+        if isinstance(cause, MissingMandatoryValue):
+            return f"{start} set, but is left out; set {name}=VALUE"
+        found = "null" if cause.value is None else hide_passwords(str(cause.value))
+        is_value, said = isinstance(cause, ValidationError), str(cause).splitlines()[0]
+        return f"{start} {words_of(TYPES.get(name))}, but is {found if is_value else f'not ({said})'}; correct it"
     text = str(error).partition("\nSee https://hydra.cc")[0].partition("\nConfig search path:")[0]
     if isinstance(error, OverrideParseException):
         reason = one_line(text.removeprefix(f"Error parsing override '{error.override}'"))
@@ -76,6 +104,20 @@ def mistake(error: Exception, arguments: Arguments) -> str:
             f"{advice(get_close_matches(chosen, error.options, n=1), otherwise)}"
         )
     return one_line(text)
+
+
+def words_of(kind: Any) -> str:
+    """Returns what a value of this type is, for a message."""
+    if get_origin(kind) in (UnionType, Union):
+        return " or ".join(words_of(each) for each in get_args(kind))
+    if get_origin(kind) is list:
+        return f"a list in which each value is {words_of(get_args(kind)[0])}"
+    if get_origin(kind) is dict or is_dataclass(kind):
+        return "names with values"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return f"one of {', '.join(kind)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null", str: "a text"}
+    return words.get(kind, "a value that can be read")
 
 
 def unknown_name(name: str, arguments: Arguments) -> str:

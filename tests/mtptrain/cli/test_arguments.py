@@ -1,10 +1,12 @@
 """Tests that a YAML file of one's own, a folder of recipes and single values compose what they say, or are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mtptrain.cli.arguments import compose_config, expanded
+from mtptrain.cli.mistakes import setting_names
 from mtptrain.utils.errors import UserError
 
 OWN = """
@@ -25,9 +27,33 @@ MISTAKES = {
     "recipe: 3": "my.yaml: recipe: must be one of .*, but is 3; choose one of them",
     "recipe: mtp\ntrain: {lrr: 1}": f"my.yaml: train.lrr: {NO_SETTING} did you mean train.lr?",
     "recipe: mtp\ntrian: {lr: 1}": f"my.yaml: trian: {NO_SETTING} did you mean train?",
-    "recipe: mtp\ntrain: {lr: fast}": "my.yaml: train.lr: must have a valid value, but OmegaConf reports: .* to Float",
+    "recipe: mtp\ntrain: {lr: fast}": "my.yaml: train.lr: must be a number, but is fast; correct it",
     "recipe: mtp\nrecipe: mtp": "my.yaml: must be YAML, but OmegaConf reports .*duplicate key.*; correct it",
     "- recipe": "my.yaml: must hold settings such as `recipe: mtp`, but holds none; correct it",
+}
+
+
+WRONG_TYPES = {
+    "train.epochs=1.5": "train.epochs: must be a whole number, but is 1.5; correct it",
+    "train.epochs=null": "train.epochs: must be a whole number, but is null; correct it",
+    "train.compile=maybe": "train.compile: must be true or false or null, but is maybe; correct it",
+    "hidden_states.dtype=fp4": "hidden_states.dtype: must be one of auto, float32, bfloat16, but is fp4; correct it",
+    "export.hub=[a]": "export.hub: must be a text or null, but is ['a']; correct it",
+    "acceptance.temperatures=[a]": "acceptance.temperatures: must be a list in which each value is a number, but is a; "
+    "correct it",
+    "prompts.roles=3": "prompts.roles: must be names with values, but is 3; correct it",
+    "prompts.paths={a:1}": "prompts.paths: must be a list in which each value is a text, but is not (Cannot merge "
+    "DictConfig with ListConfig); correct it",
+    "run_dir=${none.x}": "run_dir: must be a text, but is not (Interpolation key 'none.x' not found); correct it",
+    "target.path=???": "target.path: must be set, but is left out; set target.path=VALUE",
+}
+MEANT = {
+    "train.lr": ("learning_rate", "train.learning_rate"),
+    "train.epochs": ("num_epochs", "train.num_train_epochs"),
+    "train.batch_tokens": ("train.batch_size", "per_device_train_batch_size"),
+    "prompts.max_document_tokens": ("max_seq_length", "train.max_seq_len", "max_length"),
+    "target.path": ("model", "model.path", "model_name_or_path", "target.model"),
+    "prompts.paths": ("dataset", "data.path", "dataset_name", "prompts.files"),
 }
 
 
@@ -84,3 +110,12 @@ def test_recipes_of_ones_own_are_found_by_every_stage_of_a_run() -> None:
 )
 def test_a_single_value_is_a_list_where_one_is_expected(given: str, expected: str) -> None:
     assert expanded([given]).overrides == [expected]
+
+
+def test_a_value_of_a_wrong_type_and_a_name_of_other_programs_are_explained() -> None:
+    settings = setting_names(["recipe=mtp"])
+    named = {f"{other}=1": f"{NO_SETTING} did you mean {name}?" for name, others in MEANT.items() for other in others}
+    assert set(MEANT) < set(settings) and not {each.rstrip("=1") for each in named} & set(settings)
+    for argument, message in (WRONG_TYPES | named).items():
+        with pytest.raises(UserError, match=re.escape(message) + "$"):
+            compose_config("recipe=mtp", "target.path=demo", argument)

@@ -12,7 +12,6 @@ from mtptrain.utils.errors import UserError
 from tests.programs import ROOT, run_ranks
 
 NO_SETTING = "must be the name of a setting, but no setting has this name;"
-REPORTS = "must have a valid value, but OmegaConf reports:"
 MISTAKES = {
     "train.lrr=1": f"train.lrr: {NO_SETTING} did you mean train.lr?",
     "+sed=1": f"sed: {NO_SETTING} did you mean seed?",
@@ -29,8 +28,7 @@ MISTAKES = {
     "be read (mismatched input '=' expecting <EOF>)",
     "--multirun": "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but is "
     "given to another program; leave it out",
-    "run_dir=???": f"run_dir: {REPORTS} Structured config of type `PipelineConfig` has missing mandatory value: "
-    "run_dir",
+    "run_dir=???": "run_dir: must be set, but is left out; set run_dir=VALUE",
 }
 
 
