@@ -56,12 +56,13 @@ def verdict(report: Figures, bench: Figures | None) -> str:
     length, lookup = report["tokens_per_step"], report["baselines"].get("prompt_lookup", {}).get("tokens_per_step")
     if length is None:
         return "No step was measured."
-    said = f"{length:.2f} tokens per step, where plain decoding has 1"
+    said = f"{length:.2f} tokens per step over {report['prompts']:,} prompts, where plain decoding has 1"
     if lookup is not None:
         said += f" and prompt lookup {lookup:.2f}"
     said += f"; {gains(bench)}." if bench else "."
     if length < LEAST_LENGTH:
         return f"{said} The head gains nothing: {MORE_TRAINING}."
     if lookup is not None and length <= lookup:
-        return f"{said} Prompt lookup needs no head and gains as much: serve without this, or {MORE_TRAINING}."
+        gain = "as much" if f"{length:.2f}" == f"{lookup:.2f}" else "more"
+        return f"{said} Prompt lookup needs no head and gains {gain}: serve without this, or {MORE_TRAINING}."
     return said
