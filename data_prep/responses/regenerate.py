@@ -126,7 +126,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     batches = [rows for rows in batches if not done.issuperset(rows)]
     own = batches[ranks.rank :: ranks.world_size]
-    num_rows = len(missing) if is_served(config) else sum(len(set(rows) - done) for rows in own)
+    num_turns = sum(num_turns for num_turns, _ in sizes.values())
     with ExitStack() as stack:
         if missing and is_served(config) and not servers:
             longest = longest_tokens(conversations, missing, target.tokenizer, settings.max_new_tokens)
@@ -135,21 +135,23 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
             begin_to_write(config, store, servers)
         ranks.barrier()
         began = time.monotonic()
-        bar = stack.enter_context(ResponsesBar(num_rows, ranks)) if num_rows else None
-        if servers and bar:
+        most_tokens = settings.max_new_tokens * num_turns / len(sizes)
+        bar = stack.enter_context(ResponsesBar(len(missing), ranks, most_tokens))
+        if servers and missing:
             failed = fill_from_servers(servers, map(dialogue, missing), concurrency_of(settings), store, bar)
-        elif bar:
+        elif own:
             if ranks.device.type == "cpu":
                 torch.set_num_threads(CPU_THREADS)
             model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
             dialogues = (list(map(dialogue, rows)) for rows in own)
             for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
-                if conversation.row not in done:
+                is_new = conversation.row not in done
+                if is_new:
                     store.append(ranks.rank, conversation)
-                    bar.update()
-        num_tokens = bar.num_tokens if bar else 0
+                bar.finish(sum(conversation.answer_tokens), num_rows=int(is_new))
+        ranks.barrier()
+        bar.add_tokens(0)  # those of other ranks
         duration_s = time.monotonic() - began
-    num_tokens = sum(ranks.gather(num_tokens))
     if not ranks.is_first:
         return None
 
@@ -159,9 +161,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     else:
         manifest = ResponsesManifest.read(store.directory / MANIFEST)
         print(f"{store.directory} is finished already", flush=True)
-    speed = f"{num_tokens:,} tokens, {num_tokens / max(duration_s, 1e-9):,.0f} tokens/s"
+    speed = f"{bar.num_tokens:,} tokens, {bar.num_tokens / max(duration_s, 1e-9):,.0f} tokens/s"
     this_run = f"{len(missing) - len(failed):,} conversations, {speed}"
-    num_turns = sum(num_turns for num_turns, _ in sizes.values())
     print_report(store.directory, manifest, num_turns, sampling.stop_token_ids, this_run)
     if not manifest.counts["answers"]:
         raise UserError(
@@ -249,13 +250,30 @@ def survey(conversations: Conversations) -> tuple[dict[int, tuple[int, int]], di
 
 
 class ResponsesBar(ProgressBar):
-    """Shows the finished conversations of the first rank, and the tokens/s of all its answers, unfinished ones too."""
+    """Shows the conversations and the tokens/s of all ranks.
 
-    def __init__(self, num_rows: int, ranks: Ranks) -> None:
-        name = "responses" if ranks.world_size == 1 else f"responses, rank 0 of {ranks.world_size}"
+    Unfinished conversations count together, by their tokens: one has at most `most_tokens`.
+    """
+
+    def __init__(self, num_rows: int, ranks: Ranks, most_tokens: float) -> None:
+        self.ranks, self.most_tokens = ranks, most_tokens
         # Every call may draw, at most twice a second; the time left follows from the mean over all rows.
-        shown = {"miniters": 0, "mininterval": 0.5, "smoothing": 0, "disable": not ranks.is_first}
-        super().__init__(total=num_rows, desc=name, unit="row", **shown)
+        shown = {"miniters": 0, "mininterval": 0.5, "smoothing": 0, "disable": not (num_rows and ranks.is_first)}
+        super().__init__(total=num_rows, desc="responses", unit="row", **shown)
+
+    def add_tokens(self, num_tokens: int, more: str = "") -> None:
+        all_tokens = self.ranks.add("tokens", num_tokens)
+        if self.disable:
+            return
+        unfinished = all_tokens - self.ranks.add("tokens of finished rows", 0)
+        self.n = min(self.total, self.ranks.add("finished rows", 0) + int(unfinished / self.most_tokens))
+        super().add_tokens(all_tokens - self.num_tokens, more)
+
+    def finish(self, num_tokens: int, num_rows: int = 1) -> None:
+        """Count a conversation, whose tokens were added before."""
+        self.ranks.add("tokens of finished rows", num_tokens)
+        self.ranks.add("finished rows", num_rows)
+        self.add_tokens(0)
 
 
 def fill_from_servers(
@@ -285,11 +303,12 @@ def fill_from_servers(
                         f"did, the last one with: {failure}; correct the cause and run mtptrain responses again to "
                         "generate the rest"
                     ) from None
+                bar.finish(0)
             else:
                 failures_in_a_row = 0
                 store.append(0, conversation)
                 bar.add_tokens(sum(conversation.answer_tokens))
-            bar.update()
+                bar.finish(sum(conversation.answer_tokens))
 
     async def converse_at_once() -> None:
         await asyncio.gather(*(converse(server) for _ in range(concurrency) for server in servers))

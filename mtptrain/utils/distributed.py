@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
 from mtptrain.utils.errors import FORKED, UserError
 
@@ -35,6 +35,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 _waiting_group: dist.ProcessGroup | None = None
 """A gloo group of all ranks. Ranks sleep while they wait in it; NCCL's barrier would keep the GPU busy."""
+
+_numbers: Any = HashStore()
+"""Numbers that all ranks add to."""
 
 _SINGLE_PROCESS = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
 
@@ -67,6 +70,10 @@ class Ranks:
         gathered: list[T] = [value] * self.world_size
         dist.all_gather_object(gathered, value, group=_waiting_group)
         return gathered
+
+    def add(self, name: str, number: int) -> int:
+        """Add to a number that all ranks share, without waiting for them. Returns its value, 0 at first."""
+        return int(_numbers.add(f"mtptrain/{name}", number))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks in place and return it."""
@@ -101,7 +108,7 @@ class StopSignal:
 
 def init_ranks(timeout_hours: float) -> Ranks:
     """Join the process groups if torchrun started several ranks, which wait so long for each other in all groups."""
-    global _waiting_group
+    global _waiting_group, _numbers
     ranks = Ranks(
         int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     )
@@ -123,6 +130,8 @@ def init_ranks(timeout_hours: float) -> Ranks:
             close_at_exit()
         _waiting_group = dist.new_group(backend="gloo", timeout=timeout)
         close_at_exit(_waiting_group)
+    # Nothing public returns the store of all ranks.
+    _numbers = distributed_c10d._get_default_store() if ranks.world_size > 1 else HashStore()
     return ranks
 
 

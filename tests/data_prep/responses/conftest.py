@@ -14,8 +14,8 @@ from data_prep.responses.store import ResponsesManifest
 from mtptrain.config import PipelineConfig
 from mtptrain.run_dir import Run
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.distributed import init_ranks
 from tests.conftest import make_config
-from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, fake_server, make_speaking_target
 
 SETTINGS = (
@@ -87,7 +87,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def respond(config: PipelineConfig) -> ResponsesManifest:
-    manifest = prepare_responses(Run(config), ONE_RANK)
+    manifest = prepare_responses(Run(config), init_ranks(1))
     assert manifest is not None
     return manifest
 

@@ -71,7 +71,8 @@ def test_a_killed_run_of_several_ranks_goes_on_with_two_and_ends_as_one_of_one(c
     (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
     paths = (f"run_dir={config.run_dir}", f"target.path={config.target.path}", f"prompts.paths={config.prompts.paths}")
     sampled = [f"responses.{name}={value}" for name, value in SAMPLED.items()]
-    succeed("responses", *paths, *SETTINGS, *sampled, num_ranks=2)
+    said = succeed("responses", *paths, *SETTINGS, *sampled, num_ranks=2)
+    assert " 17/17 " in said.stderr and "this run: 17 conversations, " in said.stdout
     assert output(config) == written
 
 
