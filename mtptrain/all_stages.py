@@ -42,18 +42,22 @@ from mtptrain.cli.stages import STAGES, Runner, Stage, settings_of, stages_of
 from mtptrain.config import AnsweringEngine, Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
-from mtptrain.engines.table import check_exportable, has_format
+from mtptrain.engines.table import check_exportable, has_format, running_engine
 from mtptrain.engines.verdict import bench_of, verdict, why_not_better
+from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
 from mtptrain.run_dir import Run
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.stage_dir import StageDir
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import config_dir
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.distributed import close_groups
-from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
+from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError, warn
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed
 from mtptrain.utils.startup import started_stage
@@ -108,6 +112,7 @@ def check(config: PipelineConfig) -> None:
         )
     if has_format(config.head.name):
         check_exportable(config)
+    check_engines(config)
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
@@ -117,6 +122,24 @@ def check(config: PipelineConfig) -> None:
             export_dir(config).check_replaceable()
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
+
+
+def check_engines(config: PipelineConfig) -> None:
+    """Refuse an engine that a stage starts and that this machine lacks. A plan, which may be for another one, warns."""
+    target = read_target_config(config_dir(config.target.path, config.target.revision))
+    backend = str(choose_backend(config.hidden_states.backend, target))
+    answering, extracting = ("responses.engine", str(config.responses.engine)), ("hidden_states.backend", backend)
+    starting = {"responses": answering, "hidden-states": extracting}
+    for name, stage, _ in stages_of(config):
+        setting, engine = starting.get(name, ("", ""))
+        if engine in ServingEngine.__members__ and not output_of(name, stage, config).is_file():
+            try:
+                running_engine(engine).find_program(config.serving.of(engine))
+            except UserError as error:
+                message = f"{error}, or set {setting}=transformers"
+                if started_stage() != "plan":
+                    raise UserError(message) from error
+                warn(message)
 
 
 def check_variants(arguments: Sequence[str]) -> None:

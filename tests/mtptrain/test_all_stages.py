@@ -50,7 +50,7 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
     speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
-    report = {"tokens_per_step": 1.5, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
+    report = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
     write_sealed(tmp_path / "report.json", report)
     all_stages.print_summary(config, [], [])  # a kill has left no page
     shown = capsys.readouterr().out
@@ -207,6 +207,7 @@ all_stages.run_stage("train", [], 1)
     assert (process.communicate(timeout=60)[1], process.returncode) == (line, 130)
 
 
+MISSING = "serving.engine=vllm serving.program=/none/python"
 STREAMED = "train.stream=true train.epochs=1"
 REFUSED = {
     "head.start_from_target=true head.init_from=x": "head.start_from_target: must be false when head.init_from is set",
@@ -217,6 +218,8 @@ REFUSED = {
     "export.engine=transformers head=eagle3 target.path={gemma}": "for it; set export.engine=sglang",
     "export.engine=llama_cpp head=eagle3 target.path={gemma}": "has been compared with ours; set export.engine=sglang",
     "head=eagle3 target.path={gemma}": "streams; set export.engine=sglang, or train head=eagle or medusa or mtp",
+    f"{MISSING} hidden_states.backend=vllm": "with vLLM, but /none/python does not exist; run `make .venv-vllm/",
+    f"{MISSING} prompts.source=responses responses.engine=vllm": "PYTHON, or set responses.engine=transformers",
     STREAMED: "train.stream: must be false for a whole run, which runs one stage after the other",
 }
 
@@ -228,6 +231,8 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
             all_stages.check(make_config(*settings.format(gemma=tmp_path).split()))
     with patch("mtptrain.all_stages.started_stage", lambda: "plan"):
         all_stages.check(make_config(*STREAMED.split()))
+        with pytest.warns(match="hidden_states.backend=transformers"):
+            all_stages.check(make_config(*MISSING.split(), "hidden_states.backend=vllm"))
         with pytest.raises(UserError, match="to export head eagle3 for vllm"):
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(UserError, match="micro_batches_per_step"):
