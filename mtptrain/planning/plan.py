@@ -24,6 +24,7 @@ from mtptrain.config import AnsweringEngine, Backend, PipelineConfig, PromptSour
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.data.text_files import text_directory
 from mtptrain.decoding.export_proof import proof_bytes
+from mtptrain.decoding.prompts import DEFAULT_PROMPTS
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
@@ -62,6 +63,9 @@ CPU_ANSWERS = 0.07, "measured with our own loop on a CPU with AMX, nothing else 
 """Shares of the peak that writing responses reaches, and their origin. With a target of 135M parameters, our own loop
 wrote 8,757 tokens/s on an H200, and 260 in a second of one core of that CPU (1.84 TFLOP/s with two); vLLM is published
 with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
+
+EXPORT_BYTES_PER_S = 50e6
+"""Rate at which an export's `proof_bytes` are read and compared: 0.2 GB in 4 s of one core, with those of SmolLM2."""
 
 
 class Plan:
@@ -260,8 +264,8 @@ class Plan:
         if isinstance(self.head, DraftModelHead):
             cached = f"{cached_values(self.head.config) * width:,} bytes of keys and values per token"
             self.rows["serving"] = f"{_gb(num_parameters * width)} of weights, and {cached}"
-        exporting = proof_bytes(vocab_size, hidden_size, num_parameters, num_tables)
-        self.rows["export"] = f"{_gb(exporting)} of host memory; the target's decoder layers are not loaded"
+        self.export_bytes = proof_bytes(vocab_size, hidden_size, num_parameters, num_tables)
+        self.rows["export"] = f"{_gb(self.export_bytes)} of host memory; the target's decoder layers are not loaded"
         must = f"must fit into {_gb(available)} of each GPU, but takes"
         if training > available:
             self.warnings.append(
@@ -354,17 +358,28 @@ class Plan:
         """Time of the stages that are planned."""
         self._plan_answers()
         # 1. Extraction. A spread target keeps only one GPU busy at a time.
-        flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
+        target_flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
         share = EXPERTS_SHARE if routed_experts(self.target_config)[1] > 1 else EXTRACTION_SHARE
         measured, dtype = planner.hidden_states_tokens_per_s, getattr(torch, settings.dtype)
         written = stored + self.written_bytes
-        self._add_time("hidden-states", self.num_tokens, measured, flops, share, at_work, dtype, written)
+        self._add_time("hidden-states", self.num_tokens, measured, target_flops, share, at_work, dtype, written)
         # 2. Training.
         of_step = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing)
         flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         measured, gpus = planner.train_tokens_per_s, planner.num_gpus
         self._add_time("train", tokens, measured, flops, TRAIN_SHARE, gpus, self.dtype, stored)
+        # 3. Acceptance: the target answers once with each drafter, whose drafts cost what they save.
+        acceptance, file = self.config.acceptance, self.config.acceptance.prompts_file
+        own = DEFAULT_PROMPTS if file is None else Path(file).read_bytes().count(b"\n")
+        drafters = 1 + len(acceptance.baselines) + 2 * len(acceptance.temperatures)
+        tokens = (acceptance.num_prompts or own) * acceptance.max_new_tokens * drafters
+        (share, known), dtype = OWN_ANSWERS if self.on_gpu else CPU_ANSWERS, getattr(torch, acceptance.dtype)
+        self._add_time("acceptance", tokens, 0.0, target_flops, share, gpus, dtype, 1, most="about ")
+        self.rows["time of acceptance"] += f": {known}"
+        # 4. Export.
+        self.seconds["export"] = max(1.0, self.export_bytes / EXPORT_BYTES_PER_S)
+        self.rows["time of export"] = duration(self.seconds["export"])
         self.rows["time of these"] = duration(sum(self.seconds.values()))
 
     def _add_time(self, stage: str, tokens: int, measured: float, *estimate: Any, most: str = "") -> None:

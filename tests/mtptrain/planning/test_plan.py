@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoreManifest
-from mtptrain.planning.plan import Plan
+from mtptrain.planning.plan import Plan, duration
 from mtptrain.target import hub
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, make_tokenizer, succeed
@@ -116,7 +116,7 @@ def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callabl
     million = ("prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "train.epochs=3")
     rates = ("planner.hidden_states_tokens_per_s=50", "planner.train_tokens_per_s=100")
     plan = Plan(config_for(*million, *rates))
-    assert sum(plan.seconds.values()) == 1e6 / 50 + 3e6 / 100
+    assert (plan.seconds["hidden-states"], plan.seconds["train"]) == (1e6 / 50, 3e6 / 100)
     assert plan.rows["time of training"] == "8.3 h at 100 tokens/s, as given"
     # Weights of one layer of the tiny target: q and o, k and v, MLP, norms.
     layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64
@@ -125,8 +125,14 @@ def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callabl
     plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3"))
     assert f"at {8 * 1e9 * 0.4 / flops:,.0f} tokens/s, limited by " in plan.rows["time of hidden states"]
     assert plan.rows["time of training"].endswith("GFLOP/token at 50% of 8 x 0.001 TFLOP/s")
+    # The head and two baselines answer 100 prompts with 128 tokens each.
+    plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3", "acceptance.baselines=[none,prompt_lookup]"))
+    answering = 100 * 128 * 3 / (8 * 1e9 * 0.003 / flops)
+    assert (plan.seconds["acceptance"], plan.seconds["export"]) == (pytest.approx(answering), 1)
+    assert plan.rows["time of these"] == duration(sum(plan.seconds.values()))
     plan = Plan(config_for(*million, "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001"))
-    assert sum(plan.seconds.values()) == pytest.approx((1 + 3) * 1e6 * (2 * 64 + 5) / 1e6)
+    stored = plan.seconds["hidden-states"] + plan.seconds["train"]
+    assert stored == pytest.approx((1 + 3) * 1e6 * (2 * 64 + 5) / 1e6)
     assert "disk of 0.001 GB/s" in plan.rows["time of training"]
     where = "measured on this CPU" if not torch.cuda.is_available() else torch.cuda.get_device_name()
     assert where in Plan(config_for()).rows["time of training"]
