@@ -283,8 +283,11 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(training, progress.step, ranks, stop)
-    if not stopped_by and progress.step < training.num_steps and is_compiled(settings.compile, ranks.device):
-        bar.set_postfix_str("the first steps compile, which may take minutes")
+    is_compiling = progress.step < training.num_steps and is_compiled(settings.compile, ranks.device)
+    if ranks.is_first and not stopped_by and is_compiling:
+        ProgressBar.write(
+            "train: compiling the first step, one or two minutes on a CPU; train.compile=false switches it off"
+        )
     training.meter.restart()
     last_step = progress.step if stopped_by else training.num_steps
     for batches in training.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
@@ -308,6 +311,10 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
             bar.set_postfix(postfix := postfix | in_progress_bar(record))
             if tracking is not None:
                 tracking.write(progress.step, record)
+        if ranks.is_first and is_validated and training.validation is not None:
+            ProgressBar.write(
+                f"step {progress.step}: measuring the head on at most {settings.validation_prompts} prompts"
+            )
         if is_saved or is_validated:
             training.trainer.check_weights(progress.step, batches)
         # 5. Measure the head, or keep it to be measured later.
