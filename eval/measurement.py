@@ -175,7 +175,7 @@ class Measurement:
             if candidate.quality is not None:
                 candidate.quality(each)
             if self.ranks.device.type == "cpu":  # a GPU would have to be waited for
-                bar.add_tokens(int((each.accepted.count + 1)[each.is_active].sum()))
+                bar.add_tokens(each.num_tokens())
 
         started = time.perf_counter()
         generations = speculate(

@@ -5,6 +5,7 @@ line: input that cannot be used raises `UserError`, whose message is one line.
 """
 
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.cli.arguments import compose_config, flattened, override
+from mtptrain.cli.mistakes import TYPES, words_of
 from mtptrain.cli.program import stage_command
 from mtptrain.config import AcceptanceConfig, Dtype, PromptsConfig, check_depths
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
@@ -121,11 +123,17 @@ def load_head(path: str | Path, target: LoadedTarget, *, kind: str | None = None
 
 
 def generate(
-    target: LoadedTarget, head: RunHead | None, prompts: Prompt | Sequence[Prompt], **settings: Unpack[Decoding]
+    target: LoadedTarget,
+    head: RunHead | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    progress: bool = True,
+    **settings: Unpack[Decoding],
 ) -> list[Generated]:
     """Returns the target's answers, drafted by the head, in the order of the prompts: a list, also of a single prompt.
 
-    Without a head (None), the target decodes alone; greedy answers are the same. Raises UserError for a prompt of
+    Without a head (None), the target decodes alone; greedy answers are the same. In a terminal, `progress` shows a bar,
+    also in `acceptance`. Raises UserError for a prompt of
     another type or that does not fit the context, and for a setting of another name or value.
     """
     chosen = _settings(head, settings)
@@ -138,7 +146,7 @@ def generate(
             each.accepted_by_round,
             summarise([each]),
         )
-        for prompt, each in zip(token_ids, _decode(target, head, token_ids, chosen), strict=True)
+        for prompt, each in zip(token_ids, _decode(target, head, token_ids, chosen, progress), strict=True)
     ]
 
 
@@ -151,6 +159,7 @@ def acceptance(
     run_dir: str | Path | None = None,
     num_prompts: int | None = AcceptanceConfig.num_prompts,
     prompt_tokens: int = AcceptanceConfig.prompt_tokens,
+    progress: bool = True,
     **settings: Unpack[Decoding],
 ) -> Acceptance:
     """Returns the head's acceptance, pooled over rounds.
@@ -166,14 +175,14 @@ def acceptance(
     file = None if prompts_file is None else str(prompts_file)
     chosen = _settings(head, {**settings, **of_prompts, "prompts_file": file})
     if prompts is not None:
-        return summarise(_decode(target, head, _token_ids(target, prompts), chosen))
+        return summarise(_decode(target, head, _token_ids(target, prompts), chosen, progress))
     read = read_prompts(chosen, PromptsConfig(), target.files, Path(run_dir or "") / "prompts")
     if read.turns:
         raise UserError(
             f"{prompts_file}: must have no `turns`, each of which follows an answer, but has; measure it with "
             "`mtptrain acceptance`, or give `messages`"
         )
-    return summarise(_decode(target, head, list(read.input_ids.values()), chosen))
+    return summarise(_decode(target, head, list(read.input_ids.values()), chosen, progress))
 
 
 def run(config: str | Path | Mapping[str, Any] | Sequence[str]) -> Path:
@@ -203,8 +212,10 @@ def _settings(head: RunHead | None, given: Mapping[str, Any]) -> AcceptanceConfi
     try:
         settings = OmegaConf.to_object(OmegaConf.merge(AcceptanceConfig, dict(given)))
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{error.full_key}: must be a setting of acceptance, but OmegaConf says: {reason}") from error
+        name = str(error.full_key)
+        kind = TYPES.get(f"acceptance.{name}")
+        must, found = ("a setting of acceptance", "none") if kind is None else (words_of(kind), given[name])
+        raise UserError(f"{name}: must be {must}, but is {found}; correct it") from error
     assert isinstance(settings, AcceptanceConfig)
     check_bounds(settings)
     check_acceptance(settings)
@@ -239,7 +250,11 @@ def _check_kind(name: str, prompt: object) -> None:
 
 
 def _decode(
-    target: LoadedTarget, head: RunHead | None, prompts: Sequence[Sequence[int]], settings: AcceptanceConfig
+    target: LoadedTarget,
+    head: RunHead | None,
+    prompts: Sequence[Sequence[int]],
+    settings: AcceptanceConfig,
+    progress: bool,
 ) -> list[Generation]:
     depths, model = settings.num_speculative_tokens, target.model
     names = [f"prompts[{index}]" for index in range(len(prompts))]
@@ -252,5 +267,6 @@ def _decode(
         prompts,
         sampler=Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k),
         eos_token_ids=model.eos_token_ids,
+        description="answers" if progress and sys.stderr.isatty() else None,
         **settings.limits,
     )

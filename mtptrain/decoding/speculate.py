@@ -139,6 +139,10 @@ class Round:
     is_active: torch.Tensor
     """bool[B]: the sequences that are not finished."""
 
+    def num_tokens(self) -> int:
+        """Returns the number of new tokens. Waits for a GPU."""
+        return int((self.accepted.count + 1)[self.is_active].sum())
+
     def outcomes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns, for each draft of a chain, whether it counts and whether it was accepted, each bool[B, K].
 

@@ -44,6 +44,16 @@ def test_a_run_and_its_export_draft_alike_and_their_counts_are_those_of_the_repo
         assert [answer.token_ids for answer in mtptrain.generate(target, head, prompts[0])] == alone[:1]
 
 
+def test_a_bar_shows_tokens_in_a_terminal_alone_and_can_be_switched_off(
+    target: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, progress, is_shown in ((True, True, True), (False, True, False), (True, False, False)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        (answer,) = mtptrain.generate(target, None, "def read(", max_new_tokens=16, progress=progress)
+        said = capsys.readouterr().err
+        assert ("1/1" in said and f"{len(answer.token_ids) - 1} tokens, " in said) == is_shown == bool(said)
+
+
 def test_input_that_cannot_be_used_is_refused_in_one_line(finished: Run, target: LoadedTarget, tmp_path: Path) -> None:
     run_dir = finished[0]
     head = mtptrain.load_head(run_dir, target)
@@ -72,8 +82,8 @@ def test_input_that_cannot_be_used_is_refused_in_one_line(finished: Run, target:
         (generate([[{"role": "user"}]]), r"prompts\[0\]: must be read as a whole"),
         (generate(""), r"prompts\[0\]: must hold at least one token"),
         (generate(max_new_tokens=10**6), r"prompts\[0\]: prompt and answer, or drafts, must fit"),
-        (generate(max_new_tokens="many"), "max_new_tokens: must be a setting of acceptance"),
-        (generate(max_tokens=1), "max_tokens: must be a setting of acceptance"),
+        (generate(max_new_tokens="many"), "max_new_tokens: must be a whole number, but is many; correct it"),
+        (generate(max_tokens=1), "max_tokens: must be a setting of acceptance, but is none; correct it"),
         (generate(num_speculative_tokens=0), "num_speculative_tokens: must be a number of at least 1"),
         (lambda: mtptrain.acceptance(target, head), "prompts: must be given, or prompts_file, or run_dir"),
         (lambda: mtptrain.acceptance(target, head, prompts_file="none.jsonl"), r"but none\.jsonl does not exist"),
@@ -123,7 +133,7 @@ def test_a_dict_runs_as_overrides_and_refused_settings_start_nothing(monkeypatch
     for wrong, message in (
         ({"recipe": "quickstrat"}, "did you mean quickstart"),
         (["recipe=quickstart", "train.lrr=1"], r"did you mean train\.lr\?"),
-        ({"recipe": "quickstart", "train": {"lr": "high"}}, r"train\.lr: must have a valid value"),
+        ({"recipe": "quickstart", "train": {"lr": "high"}}, r"train\.lr: must be a number, but is high"),
         ("none.yaml", r"none\.yaml: must be a YAML file"),
     ):
         with pytest.raises(mtptrain.UserError, match=message):
