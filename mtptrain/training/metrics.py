@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import wandb
 
 from mtptrain.config import PipelineConfig
 from mtptrain.training.batches import Batch
@@ -47,7 +46,7 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
 class Tracking:
     """Writes one line per record to `metrics.jsonl`, and sends it to wandb if configured. Only rank 0 makes one."""
 
-    def __init__(self, directory: Path, first_step: int, in_wandb: wandb.Run | None) -> None:
+    def __init__(self, directory: Path, first_step: int, in_wandb: Any) -> None:
         self.path, self._wandb = directory / METRICS, in_wandb
         # A resumed run repeats the steps since its checkpoint, so their old records are dropped.
         kept = [line for line, record in read_metrics(self.path) if record["step"] <= first_step] if first_step else []
@@ -63,8 +62,10 @@ class Tracking:
             self._wandb.finish()
 
 
-def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb.Run:
+def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> Any:
     """Start a wandb run with all settings, in the group of `run_dir`, offline unless WANDB_MODE says otherwise."""
+    import wandb  # makes folders in /tmp, which stay behind if a process is killed
+
     os.environ.setdefault("WANDB_MODE", "offline")
     must = f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}"
     with refusing(must, "mend that, or set WANDB_MODE=offline or train.tracker=none", "wandb"):
@@ -91,6 +92,8 @@ def curves(metrics: dict[str, object]) -> dict[str, object]:
 
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
     """Log an acceptance report to wandb, in the group of the training run; warn if that fails."""
+    import wandb
+
     try:
         run = start_wandb(directory, config, "acceptance")
         run.log(curves(figures))

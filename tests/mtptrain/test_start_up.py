@@ -45,6 +45,11 @@ def test_composing_every_recipe_loads_no_heavy_library() -> None:
     assert (result.stderr, result.stdout) == ("", "[]\n")
 
 
+def test_no_stage_loads_wandb_before_it_tracks() -> None:
+    """It makes folders in the temporary directory when it is imported."""
+    assert run("import sys, mtptrain.train, eval.acceptance\nprint('wandb' in sys.modules)").stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "loaded"),
     [
