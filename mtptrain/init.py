@@ -124,10 +124,8 @@ def settings_for(path: str, data: list[str], file: Path) -> tuple[str, str]:
         lr=3e-4 * 4096 / config.hidden_size,
         found=", ".join(found) or "none",
     )
-    return (
-        text,
-        f"{engine} will serve the head, but is not found here: {missing[engine]}\n" if engine in missing else "",
-    )
+    line = f"{engine} will serve the head, but is not found here: {missing[engine]}\n" if engine in missing else ""
+    return text, line
 
 
 def missing_engines() -> dict[str, str]:

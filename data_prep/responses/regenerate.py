@@ -145,8 +145,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
             model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
             dialogues = (list(map(dialogue, rows)) for rows in own)
             for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
-                is_new = conversation.row not in done
-                if is_new:
+                if is_new := conversation.row not in done:
                     store.append(ranks.rank, conversation)
                 bar.finish(sum(conversation.answer_tokens), num_rows=int(is_new))
         ranks.barrier()

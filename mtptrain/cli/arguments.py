@@ -27,7 +27,6 @@ from mtptrain.cli.mistakes import (
     Arguments,
     advice,
     mistake,
-    setting_names,
     unknown_name,
 )
 from mtptrain.config import RECIPES, PipelineConfig, load_config
@@ -140,7 +139,7 @@ def refuse_additions(arguments: Arguments) -> None:
     for argument in arguments.overrides:
         name = argument.split("=")[0].lstrip("+")
         is_open = name in CONFIG_GROUPS or f"{name}.".startswith(OPEN_SECTIONS)
-        if argument.startswith("+") and not is_open and name not in setting_names(arguments.overrides):
+        if argument.startswith("+") and not is_open and name not in TYPES:
             raise UserError(unknown_name(name, arguments))
 
 

@@ -4,7 +4,7 @@ Hydra advises to add an unknown setting, and suggests no name; OmegaConf says wh
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -12,16 +12,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import MissingMandatoryValue, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.settings.heads import HEAD_CONFIGS
@@ -88,9 +81,10 @@ def mistake(error: Exception, arguments: Arguments) -> str:
         start = f"{arguments.where(name)}{name}: must be"
         if isinstance(cause, MissingMandatoryValue):
             return f"{start} set, but is left out; set {name}=VALUE"
-        found = "null" if cause.value is None else hide_passwords(str(cause.value))
-        is_value, said = isinstance(cause, ValidationError), str(cause).splitlines()[0]
-        return f"{start} {words_of(TYPES.get(name))}, but is {found if is_value else f'not ({said})'}; correct it"
+        found = f"not ({str(cause).splitlines()[0]})"
+        if isinstance(cause, ValidationError):
+            found = "null" if cause.value is None else hide_passwords(str(cause.value))
+        return f"{start} {words_of(TYPES.get(name))}, but is {found}; correct it"
     text = str(error).partition("\nSee https://hydra.cc")[0].partition("\nConfig search path:")[0]
     if isinstance(error, OverrideParseException):
         reason = one_line(text.removeprefix(f"Error parsing override '{error.override}'"))
@@ -109,15 +103,13 @@ def mistake(error: Exception, arguments: Arguments) -> str:
 def words_of(kind: Any) -> str:
     """Returns what a value of this type is, for a message."""
     if get_origin(kind) in (UnionType, Union):
-        return " or ".join(words_of(each) for each in get_args(kind))
+        return " or ".join(map(words_of, get_args(kind)))
     if get_origin(kind) is list:
         return f"a list in which each value is {words_of(get_args(kind)[0])}"
-    if get_origin(kind) is dict or is_dataclass(kind):
-        return "names with values"
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return f"one of {', '.join(kind)}"
     words = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null", str: "a text"}
-    return words.get(kind, "a value that can be read")
+    return words.get(kind, "names with values" if get_origin(kind) is dict or is_dataclass(kind) else "another value")
 
 
 def unknown_name(name: str, arguments: Arguments) -> str:
@@ -126,10 +118,13 @@ def unknown_name(name: str, arguments: Arguments) -> str:
     These are a very similar name, or else settings of the same name in other sections, or else the most similar name.
     """
     problem = f"{arguments.where(name)}{name}: must be the name of a setting, but no setting has this name; "
+    if name in TYPES:
+        heads = [head for head, kind in HEAD_CONFIGS.items() if name.removeprefix("head.") in kind.__dataclass_fields__]
+        return f"{problem.replace('no setting', 'no setting of the chosen head')}only head={' or '.join(heads)} has it"
     for pattern, instead in REPLACED.items():
         if re.fullmatch(pattern, name):
             return problem + instead
-    names, last = setting_names(arguments.overrides), name.rpartition(".")[2]
+    names, last = [*TYPES, *CONFIG_GROUPS], name.rpartition(".")[2]
     very_similar, similar = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
     meant = very_similar or [each for each in names if each.rpartition(".")[2] == last][:2] or similar
     free = f" (+{name}=VALUE adds a new one)" if name.startswith(OPEN_SECTIONS) else ""
@@ -138,24 +133,3 @@ def unknown_name(name: str, arguments: Arguments) -> str:
 
 def advice(names: Sequence[str], otherwise: str) -> str:
     return f"did you mean {' or '.join(names)}?" if names else otherwise
-
-
-def setting_names(arguments: Sequence[str]) -> list[str]:
-    """Returns the dotted names of all settings of the recipe and head that the arguments choose."""
-    choosing = CONFIG_GROUPS | {"hydra.searchpath"}
-    for chosen in ([each for each in arguments if each.partition("=")[0] in choosing], ["recipe=quickstart"]):
-        try:
-            with initialize_config_dir(RECIPES, version_base="1.3"):
-                composed = OmegaConf.to_container(compose("pipeline", chosen))
-        except HydraException:
-            continue
-        assert isinstance(composed, dict)
-        return ["recipe", *dotted(composed)]
-    return []
-
-
-def dotted(section: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{name}.")

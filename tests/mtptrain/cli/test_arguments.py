@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.cli.arguments import compose_config, expanded
-from mtptrain.cli.mistakes import setting_names
+from mtptrain.cli.mistakes import TYPES
 from mtptrain.utils.errors import UserError
 
 OWN = """
@@ -45,6 +45,8 @@ WRONG_TYPES = {
     "prompts.paths={a:1}": "prompts.paths: must be a list in which each value is a text, but is not (Cannot merge "
     "DictConfig with ListConfig); correct it",
     "run_dir=${none.x}": "run_dir: must be a text, but is not (Interpolation key 'none.x' not found); correct it",
+    "head.draft_vocab_size=5": "head.draft_vocab_size: must be the name of a setting, but no setting of the chosen "
+    "head has this name; only head=eagle3 or peagle or dflash or dspark or dflash2 has it",
     "target.path=???": "target.path: must be set, but is left out; set target.path=VALUE",
 }
 MEANT = {
@@ -113,9 +115,8 @@ def test_a_single_value_is_a_list_where_one_is_expected(given: str, expected: st
 
 
 def test_a_value_of_a_wrong_type_and_a_name_of_other_programs_are_explained() -> None:
-    settings = setting_names(["recipe=mtp"])
     named = {f"{other}=1": f"{NO_SETTING} did you mean {name}?" for name, others in MEANT.items() for other in others}
-    assert set(MEANT) < set(settings) and not {each.rstrip("=1") for each in named} & set(settings)
+    assert set(MEANT) < set(TYPES) and not {each.removesuffix("=1") for each in named} & set(TYPES)
     for argument, message in (WRONG_TYPES | named).items():
         with pytest.raises(UserError, match=re.escape(message) + "$"):
             compose_config("recipe=mtp", "target.path=demo", argument)
