@@ -250,11 +250,7 @@ def _check_kind(name: str, prompt: object) -> None:
 
 
 def _decode(
-    target: LoadedTarget,
-    head: RunHead | None,
-    prompts: Sequence[Sequence[int]],
-    settings: AcceptanceConfig,
-    progress: bool,
+    target: LoadedTarget, head: RunHead | None, prompts: Sequence[Sequence[int]], settings: AcceptanceConfig, bar: bool
 ) -> list[Generation]:
     depths, model = settings.num_speculative_tokens, target.model
     names = [f"prompts[{index}]" for index in range(len(prompts))]
@@ -267,6 +263,6 @@ def _decode(
         prompts,
         sampler=Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k),
         eos_token_ids=model.eos_token_ids,
-        description="answers" if progress and sys.stderr.isatty() else None,
+        description="answers" if bar and sys.stderr.isatty() else None,
         **settings.limits,
     )

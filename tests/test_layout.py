@@ -52,8 +52,8 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 2319,
-    "mtptrain/cli": 737,
+    "mtptrain": 2313,
+    "mtptrain/cli": 710,
     "mtptrain/data": 1217,
     "mtptrain/decoding": 1745,
     "mtptrain/engines": 5109,
@@ -63,13 +63,13 @@ LINES = {
     "mtptrain/planning": 871,
     "mtptrain/settings": 1215,
     "mtptrain/target": 3358,
-    "mtptrain/training": 2783,
+    "mtptrain/training": 2786,
     "mtptrain/utils": 1152,
-    "data_prep": 2850,
+    "data_prep": 2849,
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 748,
-    "tests": 22337,
+    "tests": 22343,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
