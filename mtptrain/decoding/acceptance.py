@@ -167,7 +167,6 @@ def generate_in_batches(
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}
-    shown_bar = {"disable": description is None, "miniters": 0}
 
     def seen(each: Round) -> None:
         if observe is not None:
@@ -175,7 +174,8 @@ def generate_in_batches(
         if target.device.type == "cpu":  # a GPU would have to be waited for
             bar.add_tokens(each.num_tokens())
 
-    with ProgressBar(total=len(prompts), desc=description, unit="prompt", **shown_bar) as bar:
+    is_silent = description is None
+    with ProgressBar(total=len(prompts), desc=description, unit="prompt", disable=is_silent, miniters=0) as bar:
         for indices in batches:
             asked = [prompts[index] for index in indices]
             batch = speculate(
@@ -186,10 +186,10 @@ def generate_in_batches(
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,
                 eos_token_ids=eos_token_ids,
-                observe=observe if bar.disable else seen,
+                observe=observe if is_silent else seen,
             )
             generations |= dict(zip(indices, batch, strict=True))
             bar.update(len(indices))
-            done = summarise(list(generations.values()))
-            bar.add_tokens(0, f", acceptance length {shown(done.acceptance_length, 2)}")
+            done, num_tokens = summarise(list(generations.values())), sum(len(x.tokens) for x in generations.values())
+            bar.add_tokens(num_tokens - bar.num_tokens, f", acceptance length {shown(done.acceptance_length, 2)}")
     return [generations[index] for index in range(len(prompts))]

@@ -51,7 +51,7 @@ def test_a_bar_shows_tokens_in_a_terminal_alone_and_can_be_switched_off(
         monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
         (answer,) = mtptrain.generate(target, None, "def read(", max_new_tokens=16, progress=progress)
         said = capsys.readouterr().err
-        assert ("1/1" in said and f"{len(answer.token_ids) - 1} tokens, " in said) == is_shown == bool(said)
+        assert ("1/1" in said and f" {len(answer.token_ids)} tokens, " in said) == is_shown == bool(said)
 
 
 def test_input_that_cannot_be_used_is_refused_in_one_line(finished: Run, target: LoadedTarget, tmp_path: Path) -> None:
