@@ -8,6 +8,9 @@
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do.
 
+With `hidden_states.servers=[URL,URL]`, one run that asks all of these is compared with a run for each, alone and at the
+same time.
+
 The candidates take turns. Torch uses one thread, torchrun's default for each rank. The writer adds
 `WRITER_THREADS` threads and one that hashes shards. Documents have random tokens and log-normal lengths.
 """
@@ -17,6 +20,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +33,7 @@ from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.server_streams import ServerStreams
 from mtptrain.hidden_states.extraction.transformers_streams import (
     TransformersStreams,
     forward_documents,
@@ -53,6 +58,9 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     device, settings = init_ranks(config.distributed_timeout_hours).device, config.hidden_states
     torch.set_num_threads(1)
     dtype = getattr(torch, settings.dtype.value)
+    if settings.servers:
+        compare_servers(config, options)
+        return
     target = random_8b(device, dtype) if options.is_8b else load_target(Run(config).target.directory, dtype, device)
     documents = random_documents(options.documents, target.config.vocab_size)
     num_tokens, batch_tokens = len(documents.input_ids), settings.batch_tokens
@@ -79,6 +87,35 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     rows = [{"name": name, "speed": num_tokens / x, "ratio": bare / x} for name, x in seconds.items()]
     print_table(f"{title}, {device_name(device)}", columns, rows)
     print(f"MFU of the bare forward: {mfu:.1%} of the measured matmul peak")
+
+
+def compare_servers(config: PipelineConfig, options: argparse.Namespace) -> None:
+    target, settings = Run(config).target, config.hidden_states
+    documents = random_documents(options.documents, target.config.vocab_size)
+    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
+    layout = int(target.config.hidden_size), len(layers), settings.store_dtype
+    captured = (*layers, int(target.config.num_hidden_layers))
+
+    def by(urls: list[str]) -> float:
+        checked = captured, getattr(torch, settings.dtype.value), int(documents.lengths.max())
+        with (
+            tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as name,
+            ServerStreams(urls, target, *checked) as all_,
+        ):
+            return seconds_of(partial(fill_and_remove, Path(name), documents, all_, layout))
+
+    def at_once() -> float:
+        with ThreadPoolExecutor(len(settings.servers)) as pool:
+            return seconds_of(lambda: [*pool.map(lambda url: by([url]), settings.servers)])
+
+    apart, together = "each with a run of its own, at once", "one run"
+    candidates = {url: partial(by, [url]) for url in settings.servers} | {apart: at_once}
+    seconds = fastest(candidates | {together: partial(by, settings.servers)}, options.repeats)
+    tokens = {name: len(documents.input_ids) * (len(settings.servers) if name == apart else 1) for name in seconds}
+    speeds = {name: tokens[name] / each for name, each in seconds.items()}
+    rows = [{"name": name, "speed": speed, "ratio": speed / speeds[apart]} for name, speed in speeds.items()]
+    columns = {"servers": ("name", ""), "tokens/s": ("speed", ",.0f"), "vs. at once": ("ratio", ".3f")}
+    print_table(f"Extraction by servers, {config.target.path}, head {config.head.name}", columns, rows)
 
 
 def random_8b(device: torch.device, dtype: torch.dtype) -> Target:

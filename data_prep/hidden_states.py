@@ -32,6 +32,7 @@ from mtptrain.engines.vllm.client import find_python
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
+from mtptrain.hidden_states.extraction.server_streams import ServerStreams, server_command
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
@@ -152,7 +153,7 @@ def prepare_extraction(run: Run) -> Extraction:
     with torch.device("meta"):
         check_document_lengths(longest, build_head(config.head, target_config).context_tokens, "draft model")
     check_start(config.head, run.target)
-    if run.backend is Backend.vllm:
+    if run.backend is Backend.vllm and not settings.servers:
         find_python(config.serving.of("vllm").program)
     identity = run.identity(capture_layers)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
@@ -215,17 +216,23 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     config, target = extraction.config, extraction.target
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(target.config.num_hidden_layers))
+    longest, dtype = int(extraction.documents.lengths.max()), getattr(torch, settings.dtype.value)
+    if settings.servers:
+        streams = ServerStreams(settings.servers, target, layers, dtype, longest)
+        if ranks.is_first:
+            print(f"each server is started by: {server_command(target, streams.layer_ids, dtype, longest)}")
+        return streams
     if extraction.identity.backend == Backend.vllm:
         return VllmStreams(
             target.directory,
             layers,
             settings,
-            int(extraction.documents.lengths.max()),
+            longest,
             scratch_dir(config, config.hidden_states.part, ranks.rank),
             local_rank=ranks.local_rank,
             python=config.serving.of("vllm").program,
         )
-    model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
+    model = load_target(target.directory, dtype, ranks.device)
     check_streams(model)
     return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
 

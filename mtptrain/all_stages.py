@@ -211,7 +211,7 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     if name == "responses" and Run(config).answering[0] != AnsweringEngine.transformers:
         return 1
     if name == "hidden-states" and Run(config).backend is Backend.vllm:
-        return max(1, num_gpus // settings.tensor_parallel_size)
+        return 1 if settings.servers else max(1, num_gpus // settings.tensor_parallel_size)
     dtypes = {
         "responses": config.responses.dtype,
         "hidden-states": settings.dtype,

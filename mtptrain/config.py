@@ -140,6 +140,11 @@ def _check_relations(config: PipelineConfig) -> None:
             f"responses.engine: must be left out with responses.url, whose server answers, but is "
             f"{config.responses.engine}; leave one of them out"
         )
+    if config.hidden_states.servers and config.hidden_states.backend is not Backend.vllm:
+        raise UserError(
+            "hidden_states.backend: must be vllm with hidden_states.servers, which run vLLM, but is "
+            f"{config.hidden_states.backend}; set hidden_states.backend=vllm"
+        )
     if config.hidden_states.part >= config.hidden_states.num_parts:
         raise UserError(
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "

@@ -49,6 +49,9 @@ class EngineServer(ABC):
     """The path below which the server completes prompts of token ids."""
     kept_connections: int | None = None
     """Maximum number of idle connections; None keeps all. A server may close them after each answer."""
+    place = "serving.url"
+    """The setting that names it, for error messages."""
+    answer_limit_s = REQUEST_TIMEOUT_S
     may_round = False
     """Whether the server's weights are rounded, whatever `acceptance.dtype` is."""
     version: str
@@ -63,7 +66,6 @@ class EngineServer(ABC):
         self.url = url.rstrip("/")
         self.shown_url = hide_passwords(self.url)
         """The address as messages show it."""
-        self.place = "serving.url"
         self._advice = f"see the server's log, start `{self.program}{self.options}` or correct the address"
         if log_path is not None:
             self.place, self._advice = f"{self.program}, whose log is {log_path}", "read its log"
@@ -72,7 +74,7 @@ class EngineServer(ABC):
     def client(self, max_connections: int | None = None) -> httpx.Client:
         """Returns a client that asks a server of this machine without the proxy of the environment."""
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=self.kept_connections)
-        return httpx.Client(timeout=REQUEST_TIMEOUT_S, follow_redirects=True, limits=limits, mounts=NO_PROXY)
+        return httpx.Client(timeout=self.answer_limit_s, follow_redirects=True, limits=limits, mounts=NO_PROXY)
 
     @abstractmethod
     def check_model(self, target: TargetFiles, head_dir: Path) -> None:

@@ -189,6 +189,8 @@ class HiddenStatesConfig:
     """Index of this group, from 0."""
     tensor_parallel_size: int = at_least(1, default=1)
     """`vllm`: number of GPUs per engine; each rank starts its own engine."""
+    servers: list[str] = field(default_factory=list)
+    """`vllm`: addresses of running servers to ask, which write to a disk that is here too; empty starts engines."""
     kv_cache_memory_bytes: int | None = None
     """`vllm`: the engine's setting of the same name. With null, the engine chooses on a GPU; on a CPU, it gets what
     two batches need."""

@@ -59,6 +59,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             self._kv_cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1)[: len(pending.token_ids)]
         )
         save_file({"hidden_states": states, "token_ids": pending.token_ids}, pending.filename)
+        if (lock := self._lock_fds.pop(pending.req_id, None)) is not None:
+            os.close(lock)
         self._req_copy_events[pending.req_id] = _Done()
 
     def _on_write_done(self, req_id: str, future: "Future[None]") -> None:
