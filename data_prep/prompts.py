@@ -30,6 +30,7 @@ from mtptrain.data.prompt_files import (
     name_hash,
     unused_token,
 )
+from mtptrain.data.tool_calls import UNEVEN_TOOLS
 from mtptrain.engines.table import engine_of
 from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
@@ -59,7 +60,7 @@ def main(config: PipelineConfig) -> None:
 def prepare_prompts(run: Run) -> PromptsReport:
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
     source, clusters = read_source(prompts, run.target, run.stage_dir("responses"))
-    report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over))
+    report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over - {UNEVEN_TOOLS}))
     counts = report.counts
     counts["items"] = len(source.names) + len(source.refused)
     counts["questions"] = len(set(source.groups))
@@ -78,6 +79,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warn(difference)
+    if UNEVEN_TOOLS in source.passed_over:
+        warn(UNEVEN_TOOLS)
     if note := engine_of(run.config.export.engine).ends_note(run.target):
         print(note)
 

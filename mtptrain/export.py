@@ -35,6 +35,7 @@ from mtptrain.target.generation import as_words
 from mtptrain.target.hub import DEMO
 from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
 from mtptrain.utils.errors import UserError, refusing
+from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_json, read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
@@ -160,10 +161,14 @@ def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str
         return "Not measured: run `mtptrain acceptance` and export again."
     how = f"add {option}" if option else "the engine does not do that, and will accept another share"
     rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
+    served = ""
+    for name, settings in report.get("as_served", {}).items():
+        length = shown(report["baselines"][name]["acceptance_length"])
+        served += f" Requests that leave settings out ({as_words(settings)}): {length}."
     return (
         f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K = "
         f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
-        f"{report['dtype']}." + (f" Its drafts were sampled: {how}." if report.get("sample_drafts") else "")
+        f"{report['dtype']}.{served}" + (f" Its drafts were sampled: {how}." if report.get("sample_drafts") else "")
     )
 
 

@@ -206,13 +206,15 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
             f"tokenizer, since it ends a response, but is not set in {target.directory}; add it"
         )
     sampled = own.sampled_with(settings.sampling)
-    if own.changes and os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
         says = "as" if sampled == own.own_sampling else f"while {_changes(own.own_sampling)} is what"
+        what = f"{says} {generation.FILE} of the target says"
+        if own.do_sample is None and not own.sampling:
+            what = f"and {generation.FILE} of the target says nothing of sampling"
         others = {name: value for name, value in own.changes.items() if name not in generation.NEUTRAL}
         left_out = f"; it also sets {generation.as_words(others)}, which responses leave out" if others else ""
         print(
-            f"responses: {_changes(sampled)}, {says} {generation.FILE} of the target says; responses.temperature, "
-            f"top_p and top_k override it{left_out}",
+            f"responses: {_changes(sampled)}, {what}; responses.temperature, top_p and top_k override it{left_out}",
             flush=True,
         )
     return Sampling(sampled, settings.max_new_tokens, stop_token_ids, seed)

@@ -1,6 +1,7 @@
 """Renders messages with the target's chat template, in transformers' sandbox."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
+
+DEVELOPER = re.compile(r"""(['"])developer\1""")
+"""Is in templates that know this role. For others, vLLM 0.32 and llama.cpp b11434 make it the role `system`."""
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -42,11 +46,14 @@ def render_text(
     try:
         read = [{key: value for key, value in each.items() if key not in ("tools", "weight")} for each in messages]
         tools = _tools_of(messages)
+        template = tokenizer.get_chat_template(tools=tools)
+        if not DEVELOPER.search(template):
+            read = [each | {"role": "system"} if each["role"] == "developer" else each for each in read]
         variables: dict[str, Any] = tokenizer.special_tokens_map
         rendered: Any = render_jinja_template(
             conversations=[read],
             tools=tools,
-            chat_template=tokenizer.get_chat_template(tools=tools),
+            chat_template=template,
             add_generation_prompt=is_prompt,
             **variables,
         )

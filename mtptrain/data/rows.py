@@ -12,7 +12,16 @@ from typing import Any
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.conversation import SYSTEM_ROLES, ConversationRefused, Message
 from mtptrain.data.row_files import Row
-from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS, parsed_json, read_calls, read_hermes, read_tools
+from mtptrain.data.tool_calls import (
+    CALL_KEYS,
+    FUNCTION_KEYS,
+    TOOL_COLUMNS,
+    UNEVEN_TOOLS,
+    parsed_json,
+    read_calls,
+    read_hermes,
+    read_tools,
+)
 from mtptrain.settings.data import ROLES as KNOWN_ROLES
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -70,7 +79,7 @@ ANY_SCHEMA = RowFormat()
 
 
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], set[str]]:
-    """Returns the messages of a row, and the names of the columns and message keys that are passed over."""
+    """Returns the messages of a row, and the names of what is passed over, with `UNEVEN_TOOLS` if that holds."""
     columns = given_columns(row, form.metadata)
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     parsed = [[_parse_message(message, form) for message in listed] for listed in lists if listed]
@@ -90,6 +99,8 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
     for text in system:
         messages = _with_system(messages, text)
     messages, found = read_hermes(messages, tools[0] if tools else [])
+    if any(tuple(each["function"]) != FUNCTION_KEYS[:3] for each in found):
+        passed_over = {*passed_over, UNEVEN_TOOLS}
     if not messages:
         raise ConversationRefused("no messages")
     if found:

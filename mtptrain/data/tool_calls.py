@@ -19,6 +19,12 @@ from mtptrain.utils.files import unique_keys
 CALL_KEYS = ("tool_calls", "function_call")
 """Keys of an answer that hold its calls: a list, or a single call of OpenAI's older form."""
 TOOL_COLUMNS = ("tools", "functions")
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+"""What vLLM 0.32 passes on of a tool, in this order; llama.cpp b11434 leaves out the last."""
+UNEVEN_TOOLS = (
+    "prompts: tools should have a description and parameters, and no `strict`, but some do not: of these, vLLM writes "
+    'null for what is left out, and llama.cpp "" and {} and no `strict`, unlike the documents; complete the tools'
+)
 CALL_IN_TEXT = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RESULT_IN_TEXT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 HERMES_SYSTEM = re.compile(
@@ -38,11 +44,10 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not _has_name(function) or tool.get("type", "function") != "function":
             raise ConversationRefused("a tool that is not a function with a name")
-        nested = tool if "function" in tool else {}
-        function = {key: part for key, part in function.items() if nested or key != "type"}
-        if "parameters" in function:
-            function["parameters"] = parsed_json(function["parameters"], "the parameters of a tool")
-        tools.append({"type": "function", **nested, "function": function})
+        read = {key: function[key] for key in FUNCTION_KEYS if key in function}
+        if "parameters" in read:
+            read["parameters"] = parsed_json(read["parameters"], "the parameters of a tool")
+        tools.append({"type": "function", "function": read})
     _refuse_non_json(tools)
     return tools
 

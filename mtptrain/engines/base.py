@@ -34,6 +34,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words
 from mtptrain.utils.errors import UserError
 
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens")
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -58,8 +59,7 @@ class Applied(StrEnum):
 NOTES = {
     Applied.without_drafts: "{engine} does not apply {names}.",
     Applied.always_refused: "{engine} fails until {names} is removed from the file.",
-    Applied.yes: "{engine} applies {names} to each request that leaves it out, and then accepts another share of the "
-    "drafts than with neutral requests.",
+    Applied.yes: "{engine} applies {names} to each request that leaves it out{share}.",
     Applied.refused: "With drafts it refuses sampled requests that leave out {names}.",
 }
 """What the README of an export says of settings. With drafts, a setting without an entry is not applied either."""
@@ -201,12 +201,18 @@ class Engine(ABC):
             sets = {"do_sample": True, **sets}
         how = {name: self.applies.get(name, Applied.without_drafts) for name in sets}
         named = {each: ", ".join(name for name in sets if how[name] is each) for each in NOTES}
-        sentences = [f"The target's {generation.source} sets {as_words(sets)}."]
         engine = f"{self.name} {self.version}"
-        sentences += [NOTES[each].format(engine=engine, names=names) for each, names in named.items() if names]
+        changes_tokens = any(how[name] is Applied.yes for name in sets.keys() - {*LENGTHS})
+        share = ", and then accepts another share of the drafts than with neutral requests" * changes_tokens
+        sentences = [f"The target's {generation.source} sets {as_words(sets)}."] * bool(sets)
+        sentences += [
+            NOTES[each].format(engine=engine, names=names, share=share) for each, names in named.items() if names
+        ]
         if named[Applied.yes] or named[Applied.refused]:
             sentences.append(f"To switch that off, {self.without_them}.")
-        return " ".join(sentences) if sets else ""
+        if self.defaults.get("temperature") and "do_sample" not in self.applies and generation.temperature is None:
+            sentences.append(f"{engine} samples a request without a temperature, at {self.defaults['temperature']}.")
+        return " ".join(sentences)
 
     def ends_note(self, target: TargetFiles) -> str:
         """Returns at which tokens the engine and we end answers otherwise, as the target's files say; "" at none."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
+from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template
 
 from mtptrain.target.files import RENDERED, TargetFiles, names_in, parsed_template
 from mtptrain.target.generation import FILE
@@ -39,6 +40,7 @@ TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": ""
 DATES = ("date_string", "datetime")
 """Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
+STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "a"},
     {
@@ -113,9 +115,8 @@ def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         yield llama.unknown
         return
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    for tools, chat in product(TOOLS, _chats(tokenizer)):
-        rendered = partial(_rendered, tokenizer, *chat, tools=tools)
-        ours, theirs = rendered(), rendered(bos_token=bos, eos_token=eos)
+    for tools, chat in product(TOOLS, (*_chats(tokenizer), _accepted(tokenizer, *SPACED))):
+        ours, theirs = _rendered(tokenizer, *chat, tools=tools), _llama_rendered(tokenizer, chat, tools, bos, eos)
         if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
         if ours and ours != theirs:
@@ -262,6 +263,21 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **v
     """Returns a chat as text; "" if the template, an unknown program, makes an error of it."""
     with suppress(Exception):
         return str(tokenizer.apply_chat_template([*messages], tokenize=False, **variables))
+    return ""
+
+
+def _llama_rendered(
+    tokenizer: PreTrainedTokenizerBase, chat: Sequence[dict[str, Any]], tools: Any, bos: str, eos: str
+) -> str:
+    """Returns a chat as text in llama.cpp b11434, which defines neither empty tools, nor documents, nor other tokens.
+
+    It trims contents for one family, that of StepFun (common/chat.cpp).
+    """
+    given = {"bos_token": bos, "eos_token": eos, **({"tools": tools} if tools else {})}
+    with suppress(Exception):
+        template = tokenizer.get_chat_template(tools=tools)
+        messages = [{**each, "content": each["content"].strip()} for each in chat] if STEPFUN in template else [*chat]
+        return compile_jinja_template(template).render(messages=messages, add_generation_prompt=False, **given)
     return ""
 
 

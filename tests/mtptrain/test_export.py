@@ -63,6 +63,8 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
         "sample_drafts": True,
         "prompts": 4,
         "dtype": "float32",
+        "as_served": {"as_served": {"repetition_penalty": 1.05}},
+        "baselines": {"as_served": {"acceptance_length": 2.25}},
     }
     write_sealed(run_dir / "acceptance/report.json", report)
     return config
@@ -93,6 +95,7 @@ def test_an_export_holds_all_that_serving_needs(
     readme = (directory / "README.md").read_text()
     assert form.launch(str(deep_target), directory.resolve(), 3) in readme
     assert "Acceptance length 2.500 (bonus token included), rate by position 0.750, 0.500, 0.250" in readme
+    assert "Requests that leave settings out (repetition_penalty 1.05): 2.250." in readme
     assert all(note in readme for note in form.notes())
     assert ('sampled: add `"draft_sample_method"' in readme) == (engine == "vllm" and method != "medusa")
     assert {path.name for path in directory.parent.iterdir()} == {engine}, "nothing temporary is left"
@@ -112,7 +115,7 @@ def test_only_a_head_that_is_better_than_the_one_that_it_started_from_is_exporte
     with pytest.raises(UserError, match=r"must have this head and the one of head.init_from .*run mtptrain acceptance"):
         export(run)
     for length, is_better in ((2.5, False), (3.0, False), (2.4, True), (None, True)):
-        seal_again(report, baselines={"initial": {"acceptance_length": length}})
+        seal_again(report, as_served={}, baselines={"initial": {"acceptance_length": length}})
         export(run)
         refused = f"not exported: acceptance length {length or 1:.3f} before and 2.500 after, 4 prompts; export.only_if"
         assert exported.is_dir() == is_better != (refused in capsys.readouterr().out)

@@ -1,6 +1,7 @@
 """vLLM: what it serves and needs, how it is started, and its settings for K at each batch size."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "d
 Another method that is given, such as medusa or draft_model, is overridden. Source: vllm/config/speculative.py in vLLM
 0.32.
 """
+OWN_ENCODER = "MoonshotKimia|KimiK3|Deepseek(V32|V4|V41)For|Inkling"
+"""Architectures whose tokenizer mode vLLM 0.32 chooses by itself (vllm/config/model.py)."""
 DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 """Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 
@@ -115,6 +118,11 @@ class Vllm(RunningEngine):
                 f"vLLM {self.version} makes prompts of this family by openai_harmony, not by the chat template, with "
                 "today's date unless VLLM_SYSTEM_START_DATE is set, and reads reasoning_effort of a request instead of "
                 "chat_template_kwargs."
+            )
+        if architecture := next((each for each in config.architectures or () if re.match(OWN_ENCODER, each)), None):
+            notes.append(
+                f"vLLM {self.version} makes prompts of a {architecture} by a program of its own, not by the chat "
+                "template: compare them by `mtptrain serving-check`, or start it with --tokenizer-mode hf."
             )
         if contexts[key] >= config.max_position_embeddings:
             return notes

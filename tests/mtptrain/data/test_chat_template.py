@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.data.chat_template import render_prompt
+from mtptrain.data.chat_template import prompt_text, render_prompt
 from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
@@ -29,6 +29,15 @@ def test_a_template_that_is_missing_or_fails_is_refused_by_name() -> None:
         tokenizer.name_or_path = "some/target"
         with pytest.raises(ValueError, match=message):
             render_prompt(tokenizer, QUESTION, "a.jsonl:3")
+
+
+def test_a_developer_is_the_system_for_a_template_that_does_not_know_that_role_as_in_servers() -> None:
+    tokenizer = make_tokenizer()
+    developer, system = ([{"role": role, "content": "b"}, *QUESTION] for role in ("developer", "system"))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert prompt_text(tokenizer, developer) == prompt_text(tokenizer, system)
+    tokenizer.chat_template += "{# 'developer' #}"
+    assert prompt_text(tokenizer, developer).startswith("<developer>b")
 
 
 def test_tools_are_rendered_by_the_template_for_tools() -> None:

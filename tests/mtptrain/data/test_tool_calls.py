@@ -11,6 +11,7 @@ from datasets import Dataset
 from data_prep.conversations import read_conversations
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.rows import parse_row
+from mtptrain.data.tool_calls import UNEVEN_TOOLS
 
 FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
 TEXT_PARAMETERS = {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}
@@ -108,6 +109,15 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
     ]}  # fmt: skip
     [_, answer, result, _], _ = parse_row(with_ids)
     assert (answer["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
+
+
+def test_tools_are_read_as_servers_pass_them_on_and_those_that_servers_complete_in_two_ways_are_named() -> None:
+    reordered = {"parameters": FUNCTION["parameters"], "name": "weather", "description": "Returns the weather."}
+    messages, passed_over = parse_row(openai_row([{**TOOL, "function": reordered | {"examples": []}, "id": 3}]))
+    assert json.dumps(messages[0]["tools"]) == json.dumps([TOOL]) and not passed_over
+    for uneven in ({"name": "weather"}, FUNCTION | {"strict": True}):
+        messages, passed_over = parse_row(openai_row([{"type": "function", "function": uneven}]))
+        assert messages[0]["tools"][0]["function"] == uneven and passed_over == {UNEVEN_TOOLS}
 
 
 def test_text_with_tags_of_a_row_without_tools_and_a_result_not_all_between_tags_stay_as_they_are() -> None:

@@ -94,6 +94,21 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         "",
         ["enable_thinking=true makes '<.end.>a' of one that is '<.end.>a<-' here; start .* --reasoning off, or set"],
     ),
+    "tools that are none in transformers and undefined in llama.cpp": (
+        {JINJA: A + "{% if tools is defined and not tools %}T{% endif %}{% if documents is not none %}D{% endif %}"},
+        "",
+        [r"llama-server should .* makes '<\|end\|>aD' of one that is '<\|end\|>aT' here"],
+    ),
+    "a token that llama.cpp does not define": (
+        {JINJA: A + "{{ pad_token }}"},
+        "",
+        [r"llama-server .* makes '<\|end\|>a' of "],
+    ),
+    "contents that llama.cpp trims for StepFun": (
+        {JINJA: A + "{% if false %}You have access to the following functions in JSONSchema format{% endif %}"},
+        "",
+        [r"llama-server should .* makes '.*Hi' of one that is '.* Hi ' here"],
+    ),
     "thoughts beside tools": (
         {JINJA: A + "{% if tools and add_generation_prompt and not enable_thinking %}<-{% endif %}"},
         "",
@@ -127,7 +142,7 @@ def test_chats_that_a_server_renders_otherwise_are_named_with_who_does(
 ) -> None:
     templates, adds_bos, said = CASES[case]
     tokenizer, gguf = make_tokenizer(None), tmp_path / GGUF
-    tokenizer.bos_token = "<|end|>"
+    tokenizer.bos_token, tokenizer.pad_token = "<|end|>", "<system>"
     single = "<|end|> $A" if adds_bos.startswith("a post-processor") else "$A <|end|>"
     if adds_bos.startswith("a post-processor") or (case in ENDING and GGUF not in templates):
         single = "$A <user>" if case.startswith("another end") else single
