@@ -136,4 +136,4 @@ def row(recipe: str, plan: Plan) -> list[str]:
 def test_a_recipe_stands_for_every_published_target_and_head() -> None:
     on_cpus = ("quickstart", "smollm2", "gemma3")  # they have no plan for GPUs
     recipes = {path.stem for path in (Path(RECIPES) / "recipe").glob("*.yaml") if not path.stem.startswith(on_cpus)}
-    assert recipes - ANY_TARGET == {f"{target}_{head}" for target, head in CASES}
+    assert recipes - ANY_TARGET - {"continual"} == {f"{target}_{head}" for target, head in CASES}
