@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from mtptrain.engines.vllm.client import WORKER
@@ -47,6 +48,10 @@ Task = tuple[int, int, list[int]]
 """Number of a shard, index of a prompt in it, and the prompt. The first shard comes first."""
 
 
+class Interrupted(Exception):
+    """A server ended while it wrote a file, which its lock then no longer protects."""
+
+
 class StatesServer(VllmServer):
     """A vLLM server that writes the states of each prompt to a file."""
 
@@ -64,7 +69,12 @@ class StatesServer(VllmServer):
         except FileNotFoundError as error:
             raise self.refused(f"write to a disk that is here too, but wrote {path}, which is not here") from error
         lock.unlink()
-        return path, token
+        try:
+            with safe_open(path, "pt"):
+                return path, token
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            raise Interrupted(f"{self.shown_url} ended while it wrote {path}") from error
 
     def states(self, path: Path, prompt: Sequence[int], num_layers: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the states [n, L, H] in the file of a prompt, and removes it."""
@@ -114,6 +124,7 @@ class ServerStreams:
         """Why servers do not answer now, by address."""
         self._ended, self._checking, self._asking = threading.Event(), threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._unread: set[Path] = set()
         self._reference: torch.Tensor | None = None
         """The states of the probe by the first server."""
 
@@ -126,6 +137,8 @@ class ServerStreams:
             self._tasks.put((-1, number, []))  # wakes one
         for each in self._threads:
             each.join(ENDING_S)
+        for path in self._unread:
+            path.unlink(missing_ok=True)
 
     def extract(self, shards: Iterable[Sequence[Prompt]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields what `Streams` says, on the CPU. The servers work one shard ahead."""
@@ -153,6 +166,7 @@ class ServerStreams:
                 early.setdefault(answer[0][0], []).append(answer)
             (_, index, prompt), server, path = early[number].pop()
             yield index, self._read(server, path, prompt)
+            self._unread.discard(path)
 
     def _next_answer(self) -> Answer:
         try:
@@ -188,6 +202,7 @@ class ServerStreams:
                 with self._asking:
                     is_first = self._asked.pop(task[:2], None) is not None
                 if is_first:
+                    self._unread.add(path)
                     self._answers.put((task, server, path))
                 else:
                     path.unlink()
@@ -243,8 +258,10 @@ class ServerStreams:
 def _passes(error: BaseException) -> bool:
     """Returns whether a server may answer later: it cannot be reached, or has an error of its own."""
     cause = error.__cause__
-    return isinstance(cause, httpx.TransportError) or (
-        isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code >= 500
+    return (
+        isinstance(error, Interrupted)
+        or isinstance(cause, httpx.TransportError)
+        or (isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code >= 500)
     )
 
 

@@ -38,6 +38,8 @@ class StatesHandler(Handler):
         path = server.folder / f"{uuid.uuid4()}.safetensors"  # type: ignore[attr-defined]
         path.with_name(f"{path.name}.lock").touch()
         save_file({"hidden_states": states, "token_ids": torch.tensor(prompt)}, path)
+        if server.num_answered == server.tears_at:  # type: ignore[attr-defined]
+            path.write_bytes(path.read_bytes()[:-40])  # as a server that is killed while it writes
         choice = {"index": 0, "token_ids": [token]}
         self.reply(json.dumps({"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}))
 
@@ -60,7 +62,7 @@ def serve(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         def start() -> FakeServer:
             server = stack.enter_context(fake_server())
             server.RequestHandlerClass, server.folder = StatesHandler, tmp_path  # type: ignore[attr-defined]
-            server.states_of, server.fails_at = states_of, -1  # type: ignore[attr-defined]
+            server.states_of, server.fails_at, server.tears_at = states_of, -1, -1  # type: ignore[attr-defined]
             server.when_it_fails = lambda: None  # type: ignore[attr-defined]
             server.serves(tiny_target)
             return server
@@ -88,7 +90,7 @@ def test_servers_that_end_or_are_cut_off_leave_the_bytes_of_an_undisturbed_run(
 ) -> None:
     expected = extracted(prepared, serve())
     steady, ending, cut_off = serve(), serve(), serve()
-    ending.fails_at, cut_off.fails_at = 6, 8  # type: ignore[attr-defined]
+    ending.fails_at, ending.tears_at, cut_off.fails_at = 6, 5, 8  # type: ignore[attr-defined]
     cut_off.when_it_fails = lambda: time.sleep(20.0)  # type: ignore[attr-defined]
     assert extracted(prepared, steady, ending, cut_off) == expected
     assert ending.num_answered > 6 and cut_off.num_answered >= 8
