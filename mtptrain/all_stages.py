@@ -128,8 +128,8 @@ def check_engines(config: PipelineConfig) -> None:
     """Refuse an engine that a stage starts and that this machine lacks. A plan, which may be for another one, warns."""
     target = read_target_config(config_dir(config.target.path, config.target.revision))
     backend = str(choose_backend(config.hidden_states.backend, target))
-    answering, extracting = ("responses.engine", str(config.responses.engine)), ("hidden_states.backend", backend)
-    starting = {"responses": answering, "hidden-states": extracting}
+    starting = {} if config.responses.url else {"responses": ("responses.engine", str(config.responses.engine))}
+    starting |= {} if config.hidden_states.servers else {"hidden-states": ("hidden_states.backend", backend)}
     for name, stage, _ in stages_of(config):
         setting, engine = starting.get(name, ("", ""))
         if engine in ServingEngine.__members__ and not output_of(name, stage, config).is_file():

@@ -235,6 +235,8 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
             all_stages.check(make_config(*MISSING.split(), "hidden_states.backend=vllm"))
         with pytest.raises(UserError, match="to export head eagle3 for vllm"):
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
+    servers = ("hidden_states.backend=vllm", "hidden_states.servers=[http://a:1]", "responses.url=http://b:1/v1")
+    all_stages.check(make_config(*MISSING.split(), *servers, "prompts.source=responses"))
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(UserError, match="micro_batches_per_step"):
         all_stages.check(make_config("train.micro_batches_per_step=8"))
 
