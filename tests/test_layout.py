@@ -56,7 +56,7 @@ LINES = {
     "mtptrain/cli": 710,
     "mtptrain/data": 1240,
     "mtptrain/decoding": 1745,
-    "mtptrain/engines": 5127,
+    "mtptrain/engines": 5125,
     "mtptrain/heads": 3176,
     "mtptrain/hidden_states": 1997,
     "mtptrain/init_from": 1368,
@@ -69,7 +69,7 @@ LINES = {
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 785,
-    "tests": 22642,
+    "tests": 22650,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

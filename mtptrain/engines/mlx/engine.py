@@ -93,6 +93,9 @@ class Mlx(WorkerEngine):
                 yield Refusal("head", "one without windows and causal layers", value, reason, "train without them")
 
     def compare(self, directory: Path, form: Format, target: TargetFiles, serving: ServingConfig) -> None:
+        is_quantised = getattr(target.config, "quantization_config", None) is not None
+        if is_quantised:
+            warn(f"{target.directory} was not compared with MLX, because it is quantised: run mtptrain serving-check")
         if not isinstance(form, MlxDraftModel):
             return
         try:
@@ -101,15 +104,10 @@ class Mlx(WorkerEngine):
             warn(f"the export was not compared with mlx-lm, as mtptrain serving-check does: {error}")
             return
         self.compare_model(python, directory, form.model_config, form.model_config.num_hidden_layers)
-        if getattr(target.config, "quantization_config", None) is not None:
-            warn(
-                f"{target.directory} was not compared with mlx-lm, because it is quantised: run mtptrain serving-check"
-            )
-            return
-        # A layer of each kind: the first ones of some families have no experts.
-        self.compare_model(
-            python, target.directory, target.config, 2 + getattr(target.config, "first_k_dense_replace", 0)
-        )
+        if not is_quantised:
+            # A layer of each kind: the first ones of some families have no experts.
+            num_layers = 2 + getattr(target.config, "first_k_dense_replace", 0)
+            self.compare_model(python, target.directory, target.config, num_layers)
 
     def compare_model(self, python: Path, directory: Path, config: PreTrainedConfig, num_layers: int) -> None:
         """Raises UserError if mlx-lm computes the first layers of a model otherwise than transformers."""

@@ -38,6 +38,10 @@ def test_an_export_that_was_not_compared_with_mlx_says_so(tmp_path: Path) -> Non
         UserWarning, match="the export was not compared with mlx-lm, as mtptrain serving-check does: ser"
     ):
         running_engine("mlx").compare(tmp_path, form, target, serving)
+    head = format_for("vllm", head_config("eagle"), target.config)
+    target.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.warns(UserWarning, match="target was not compared with MLX, because it is quantised: run mtptrain ser"):
+        running_engine("mlx").compare(tmp_path, head, target, serving)
 
 
 def test_another_vllm_than_the_tested_one_is_warned_of(
@@ -70,6 +74,10 @@ def test_an_engine_on_pythonpath_is_found_but_none_in_the_working_directory(
 
 def test_what_an_engine_cannot_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     openvino = running_engine("openvino")
+    for head in ("draft_model", "eagle3", "dflash"):
+        running_engine("mlx").check_bench(head, 1, 0.0)
+        with pytest.raises(UserError, match=rf"serving_bench\.concurrency: must be \[1\] with head {head} in MLX"):
+            running_engine("mlx").check_bench(head, 2, 0.0)
     openvino.check_bench("dflash", 1, 0.0)
     openvino.check_bench("eagle3", 2, 0.0)
     with pytest.raises(UserError, match=r"serving_bench\.concurrency: must be \[1\] with head dflash in OpenVINO"):
