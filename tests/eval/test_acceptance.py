@@ -63,4 +63,4 @@ def test_a_tree_is_refused_for_a_target_that_keeps_states() -> None:
     target = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     settings, found = AcceptanceConfig(baselines=[Baseline.tree]), SimpleNamespace(head=None)
     with pytest.raises(UserError, match=r"acceptance\.baselines: must not contain tree for a target .*; remove it"):
-        candidates_of(settings, found, target, None, 0, {}, {})  # type: ignore[arg-type]
+        candidates_of(settings, found, target, None, None, 0, {}, {})  # type: ignore[arg-type]
