@@ -23,6 +23,8 @@ docs/results/learning.md."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic Newton-Schulz iteration that Muon's authors chose: after five of them singular values lie in about
 [0.7, 1.2]."""
+OVER_VOCABULARY = ("lm_head", "markov_w2")
+"""The names of output layers over a vocabulary."""
 UNUSUAL_LR = 1e-2
 """Rates from here on are those of Muon elsewhere, whose update is scaled otherwise."""
 ITERATIONS = 5
@@ -56,12 +58,12 @@ def matrix_names(head: Head) -> list[str]:
 
     Embeddings, output layers over a vocabulary, experts that one tensor joins, vectors and norms are left to AdamW.
     """
-    vocabulary = {len(each.weight) for each in head.modules() if isinstance(each, nn.Embedding)}
-    vocabulary |= {len(head.lm_head.weight)} if head.lm_head is not None else set()
     return [
         f"{name}.weight"
         for name, module in head.named_modules()
-        if isinstance(module, nn.Linear) and min(module.weight.shape) > 1 and len(module.weight) not in vocabulary
+        if isinstance(module, nn.Linear)
+        and min(module.weight.shape) > 1
+        and name.rpartition(".")[2] not in OVER_VOCABULARY
     ]
 
 
@@ -96,7 +98,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self.state[weight] = {"step": torch.tensor(0.0, device=weight.device), **moments}
             self.state[weight]["step"] += 1
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-        if len(weights) == self._num_parameters:
+        is_whole = [each.shape for each in weights[: len(self._shapes)]] == [*self._shapes]  # not one flat part
+        if is_whole and len(weights) == self._num_parameters:
             for weight in weights[: len(self._shapes)]:
                 weight.sub_(group["lr"] * self._update(self._nesterov(weight, weight.numel()).view(weight.shape)))
             for weight in weights[len(self._shapes) :]:

@@ -1,6 +1,7 @@
 """Tests the learning rate, Muon by its definition, and which of a head's weights it trains."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mtptrain.settings.training import OptimizerKind
 from mtptrain.training.optimizer import (
     MOMENTUM,
     UPDATE_RMS,
+    MuonAndAdamW,
     build_optimizer,
     matrix_names,
     orthogonalised,
@@ -62,11 +64,21 @@ def test_a_step_moves_matrices_by_their_momentum_and_the_rest_as_adamw_does() ->
         torch.testing.assert_close(weight, before[name] if name in names else copy[1], rtol=1e-6, atol=1e-6)
 
 
+def test_the_flat_part_of_a_head_of_one_matrix_is_updated_as_the_matrix() -> None:
+    updated = []
+    for shape in ((6, 4), (24,)):
+        weight = torch.nn.Parameter(torch.ones(shape))
+        weight.grad = torch.arange(24.0).view(shape)
+        MuonAndAdamW([weight], [torch.Size((6, 4))], TrainConfig(lr=0.1), ALONE, torch.float32).step()
+        updated.append(weight.detach().flatten())
+    torch.testing.assert_close(*updated)
+
+
 def test_matrices_are_those_of_layers_and_no_head_lacks_them() -> None:
     others = ("lm_head", "embed", "mask_hidden", "markov", "confidence", "codebook")
-    for name, kind in HEAD_CONFIGS.items():
+    for (name, kind), size in product(HEAD_CONFIGS.items(), (40, tiny_config().intermediate_size)):
         settings = {"capture_layers": [1]} if hasattr(kind, "capture_layers") else {}
-        settings |= {"draft_vocab_size": 40} if hasattr(kind, "draft_vocab_size") and name != "dflash2" else {}
+        settings |= {"draft_vocab_size": size} if hasattr(kind, "draft_vocab_size") and name != "dflash2" else {}
         head = build_head(kind(**settings), tiny_config())
         names, matrices = matrix_names(head), [each for each, x in head.named_parameters() if x.ndim == 2]
         assert names and set(names) <= set(matrices)
