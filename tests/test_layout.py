@@ -56,20 +56,20 @@ LINES = {
     "mtptrain/cli": 710,
     "mtptrain/data": 1240,
     "mtptrain/decoding": 1745,
-    "mtptrain/engines": 5125,
+    "mtptrain/engines": 5124,
     "mtptrain/heads": 3176,
     "mtptrain/hidden_states": 1997,
     "mtptrain/init_from": 1368,
     "mtptrain/planning": 871,
     "mtptrain/settings": 1217,
-    "mtptrain/target": 3374,
+    "mtptrain/target": 3375,
     "mtptrain/training": 2789,
     "mtptrain/utils": 1152,
     "data_prep": 2861,
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 785,
-    "tests": 22662,
+    "tests": 22670,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -31,10 +31,9 @@ from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, GenerationDefaults, as_ids, as_words
+from mtptrain.target.generation import FILE, LENGTHS, GenerationDefaults, as_ids, as_words
 from mtptrain.utils.errors import UserError
 
-LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens")
 GENERATION_SETTINGS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

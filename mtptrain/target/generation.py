@@ -43,6 +43,7 @@ WORDS = {bool: "true or false", int: "a whole number from {:g} to {:g}", float: 
 
 ONLY_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 """Settings that change no greedy answer."""
+LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 NO_EFFECT = {
@@ -117,7 +118,7 @@ class GenerationDefaults:
     @property
     def changes(self) -> dict[str, Any]:
         """All settings that change what a request gets that leaves them out, by name; ends are not among them."""
-        lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "max_length")}
+        lengths = {name: getattr(self, name) for name in LENGTHS}
         return self.sampling | {name: value for name, value in lengths.items() if value} | dict(self.processors)
 
     def ending_at(self, token: int | None) -> "GenerationDefaults":

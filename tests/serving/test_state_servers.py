@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from mtptrain.engines.vllm.engine import ENVIRONMENT
 from mtptrain.hidden_states.extraction.server_streams import server_command
 from mtptrain.run_dir import Run
 from mtptrain.target.files import TargetFiles
+from mtptrain.utils.distributed import free_port
 from tests.conftest import make_config, make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK, make_documents, read_store, write_prompts
 
@@ -53,20 +53,12 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     Started(f"http://127.0.0.1:{port}", "vLLM", process).wait()
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_changes_no_byte(vllm_python: str, tmp_path: Path) -> None:
     target = make_target(
         tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, hidden_size=512
     )
-    ports, states = free_ports(2), tmp_path / "states"
+    ports, states = (free_port(), free_port()), tmp_path / "states"
     urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     backend = ("hidden_states.backend=vllm", f"hidden_states.servers=[{urls}]", "hidden_states.dtype=float32")
     config = make_config(

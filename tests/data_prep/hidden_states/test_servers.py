@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,34 +18,50 @@ from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction import server_streams
 from mtptrain.run_dir import Run
-from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, read_store
 from tests.mtptrain.engines.fake_server import FakeServer, Handler, fake_server
 
 
-class StatesHandler(Handler):
+class StatesServer(FakeServer):
     """Writes random states, which depend on the prompt alone, as vLLM's connector does."""
 
+    def __init__(self, parts: FrozenParts, folder: Path) -> None:
+        super().__init__()
+        self.RequestHandlerClass = StatesHandler
+        self.parts, self.folder = parts, folder
+        self.fails_at = self.tears_at = -1
+        """The numbers of the request that gets no answer, and of the one whose file is not complete."""
+        self.when_it_fails: Callable[[], None] = lambda: None
+        self.states_of = self.random_states
+
+    def random_states(self, prompt: list[int]) -> tuple[torch.Tensor, int]:
+        states = torch.randn(len(prompt), 1, 64, generator=torch.Generator().manual_seed(sum(prompt)))
+        return states, int(self.parts.logits(self.parts.final_norm(states[-1, -1])).argmax())
+
+
+class StatesHandler(Handler):
+    server: StatesServer
+
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server, prompt = self.server, request["prompt"]
-        server.num_answered += 1
-        if server.num_answered == server.fails_at:  # type: ignore[attr-defined]
-            server.when_it_fails()  # type: ignore[attr-defined]
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        self.server.num_answered += 1
+        if self.server.num_answered == self.server.fails_at:
+            self.server.when_it_fails()
             return  # without an answer
-        states, token = server.states_of(prompt)  # type: ignore[attr-defined]
-        path = server.folder / f"{uuid.uuid4()}.safetensors"  # type: ignore[attr-defined]
+        states, token = self.server.states_of(prompt)
+        path = self.server.folder / f"{uuid.uuid4()}.safetensors"
         path.with_name(f"{path.name}.lock").touch()
         save_file({"hidden_states": states, "token_ids": torch.tensor(prompt)}, path)
-        if server.num_answered == server.tears_at:  # type: ignore[attr-defined]
+        if self.server.num_answered == self.server.tears_at:
             path.write_bytes(path.read_bytes()[:-40])  # as a server that is killed while it writes
         choice = {"index": 0, "token_ids": [token]}
         self.reply(json.dumps({"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}))
 
 
-Serve = Callable[..., FakeServer]
+Serve = Callable[[], StatesServer]
 
 
 @pytest.fixture
@@ -52,25 +69,17 @@ def serve(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Returns a function that starts a server for the tiny target."""
     monkeypatch.setattr(server_streams, "RETRY_S", 0.05)
     parts = load_frozen_parts(tiny_target)
-
-    def states_of(prompt: list[int]) -> tuple[torch.Tensor, int]:
-        states = torch.randn(len(prompt), 1, 64, generator=torch.Generator().manual_seed(sum(prompt)))
-        return states, int(parts.logits(parts.final_norm(states[-1, -1])).argmax())
-
     with ExitStack() as stack:
 
-        def start() -> FakeServer:
-            server = stack.enter_context(fake_server())
-            server.RequestHandlerClass, server.folder = StatesHandler, tmp_path  # type: ignore[attr-defined]
-            server.states_of, server.fails_at, server.tears_at = states_of, -1, -1  # type: ignore[attr-defined]
-            server.when_it_fails = lambda: None  # type: ignore[attr-defined]
+        def start() -> StatesServer:
+            server = stack.enter_context(fake_server(partial(StatesServer, parts, tmp_path)))
             server.serves(tiny_target)
             return server
 
         yield start
 
 
-def extracted(prepared: ConfigFor, *servers: FakeServer) -> dict[str, bytes]:
+def extracted(prepared: ConfigFor, *servers: StatesServer) -> dict[str, bytes]:
     """Returns the files of a store that these servers have filled, and removes them."""
     config = config_of(prepared, *servers)
     extract_hidden_states(Run(config), ONE_RANK)
@@ -79,7 +88,7 @@ def extracted(prepared: ConfigFor, *servers: FakeServer) -> dict[str, bytes]:
     return files
 
 
-def config_of(prepared: ConfigFor, *servers: FakeServer) -> PipelineConfig:
+def config_of(prepared: ConfigFor, *servers: StatesServer) -> PipelineConfig:
     urls = ",".join(server.url for server in servers)
     backend = ("hidden_states.backend=vllm", f"hidden_states.servers=[{urls}]", "hidden_states.dtype=float32")
     return prepared(*backend, lengths=[40, 17, 64, 5] * 12)
@@ -90,13 +99,17 @@ def test_servers_that_end_or_are_cut_off_leave_the_bytes_of_an_undisturbed_run(
 ) -> None:
     expected = extracted(prepared, serve())
     steady, ending, cut_off = serve(), serve(), serve()
-    states_of = steady.states_of  # type: ignore[attr-defined]
-    steady.states_of = lambda prompt: (time.sleep(0.1), states_of(prompt))[1]  # type: ignore[attr-defined, func-returns-value]
-    ending.fails_at, ending.tears_at, cut_off.fails_at = 6, 5, 8  # type: ignore[attr-defined]
-    cut_off.when_it_fails = lambda: time.sleep(20.0)  # type: ignore[attr-defined]
+
+    def slowly(prompt: list[int]) -> tuple[torch.Tensor, int]:
+        time.sleep(0.1)
+        return steady.random_states(prompt)
+
+    steady.states_of = slowly
+    ending.fails_at, ending.tears_at, cut_off.fails_at = 6, 5, 8
+    cut_off.when_it_fails = lambda: time.sleep(20.0)
     assert extracted(prepared, steady, ending, cut_off) == expected
     assert ending.num_answered > 8 and cut_off.num_answered >= 8
-    assert not list(steady.folder.glob("*.safetensors*")), "no file is left"  # type: ignore[attr-defined]
+    assert not list(steady.folder.glob("*.safetensors*")), "no file is left"
 
 
 def test_a_server_may_come_late_and_a_stopped_extraction_goes_on_with_another_one(
@@ -108,8 +121,8 @@ def test_a_server_may_come_late_and_a_stopped_extraction_goes_on_with_another_on
     monkeypatch.setattr(server_streams, "GIVE_UP_S", 1.0)
     with pytest.raises(UserError, match=r"a server must answer within 1 s, but none does \(.*answers 503.*start one"):
         extracted(prepared, late)
-    second.fails_at = 30  # type: ignore[attr-defined]
-    second.when_it_fails = lambda: setattr(second, "status", 503)  # type: ignore[attr-defined]
+    second.fails_at = 30
+    second.when_it_fails = lambda: setattr(second, "status", 503)
     threading.Timer(0.5, lambda: setattr(late, "status", 200)).start()
     assert extracted(prepared, second, late) == expected
 
@@ -131,7 +144,7 @@ def test_a_server_that_would_write_other_states_is_refused(
     prepared: ConfigFor, serve: Serve, tmp_path: Path, case: str
 ) -> None:
     servers = [serve()]
-    server, right = servers[0], servers[0].states_of  # type: ignore[attr-defined]
+    server, right = servers[0], servers[0].states_of
     if case == "another model":
         server.serves(make_target(tmp_path / "other", seed=5))
     elif case == "a short context":
@@ -149,7 +162,7 @@ def test_a_server_that_would_write_other_states_is_refused(
             "other states than the first": lambda states: states * torch.linspace(0.5, 1, len(states))[:, None, None],
         }[case]
         changed = serve() if case == "other states than the first" else server
-        changed.states_of = lambda prompt: (wrong(right(prompt)[0]), right(prompt)[1])  # type: ignore[attr-defined]
+        changed.states_of = lambda prompt: (wrong(right(prompt)[0]), right(prompt)[1])
         servers = [*{server: None, changed: None}]
     with pytest.raises(UserError, match=f"hidden_states.servers: .*{REFUSED[case]}"):
         extracted(prepared, *servers)

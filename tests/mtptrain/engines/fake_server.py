@@ -2,10 +2,10 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -89,9 +89,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+Fake = TypeVar("Fake", bound=FakeServer)
+
+
 @contextmanager
-def fake_server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+def fake_server(kind: Callable[[], Fake] = FakeServer) -> Iterator[Fake]:  # type: ignore[assignment]
+    with kind() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
