@@ -238,20 +238,21 @@ class ServerStreams:
             raise server.refused(f"serve {self.target.path}, but serves {server.root}")
         if server.max_model_len <= self.longest:
             raise server.refused(f"have a --max-model-len of {self.longest + 1}, but has {server.max_model_len}")
+        path, token = server.written(probe)
+        states = self._read(server, path, probe)
+        again = self._read(server, server.written(probe)[0], probe)
         with self._checking:
-            path, token = server.written(probe)
-            states = self._read(server, path, probe)
             if self._reference is None:
                 parts = load_frozen_parts(self.target.directory).to(torch.device("cpu"), self.dtype)
                 logits = parts.logits(parts.final_norm(states[-1, -1])).float()
                 if logits.max() - logits[token] > NEAR * logits.abs().max():
                     raise server.refused("write the states of the last layer too, but those give another token")
                 self._reference = states.float()
-            difference = (states.float() - self._reference).norm() / self._reference.norm()
-            if difference > NEAR:
-                raise server.refused(f"write the states that other servers write, but differs by {difference:.0%}")
-            if not torch.equal(self._read(server, server.written(probe)[0], probe), states):
-                raise server.refused("write the same states again (--no-enable-prefix-caching), but does not")
+        difference = (states.float() - self._reference).norm() / self._reference.norm()
+        if difference > NEAR:
+            raise server.refused(f"write the states that other servers write, but differs by {difference:.0%}")
+        if not torch.equal(again, states):
+            raise server.refused("write the same states again (--no-enable-prefix-caching), but does not")
         return server
 
 

@@ -3,11 +3,11 @@
 import json
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,11 @@ class StatesServer(FakeServer):
         super().__init__()
         self.RequestHandlerClass = StatesHandler
         self.parts, self.folder = parts, folder
-        self.fails_at = self.tears_at = -1
-        """The numbers of the request that gets no answer, and of the one whose file is not complete."""
-        self.when_it_fails: Callable[[], None] = lambda: None
+        self.numbers = count(1)
+        self.is_silent: Callable[[int, list[int]], bool] = lambda number, prompt: False
+        """Returns whether the request of this number, for this prompt, gets no answer."""
+        self.tears_at = -1
+        """Number of the request whose file is not complete."""
         self.states_of = self.random_states
 
     def random_states(self, prompt: list[int]) -> tuple[torch.Tensor, int]:
@@ -47,15 +49,14 @@ class StatesHandler(Handler):
 
     def do_POST(self) -> None:
         prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-        self.server.num_answered += 1
-        if self.server.num_answered == self.server.fails_at:
-            self.server.when_it_fails()
-            return  # without an answer
+        number = self.server.num_answered = next(self.server.numbers)
+        if self.server.is_silent(number, prompt):
+            return
         states, token = self.server.states_of(prompt)
         path = self.server.folder / f"{uuid.uuid4()}.safetensors"
         path.with_name(f"{path.name}.lock").touch()
         save_file({"hidden_states": states, "token_ids": torch.tensor(prompt)}, path)
-        if self.server.num_answered == self.server.tears_at:
+        if number == self.server.tears_at:
             path.write_bytes(path.read_bytes()[:-40])  # as a server that is killed while it writes
         choice = {"index": 0, "token_ids": [token]}
         self.reply(json.dumps({"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}))
@@ -95,20 +96,32 @@ def config_of(prepared: ConfigFor, *servers: StatesServer) -> PipelineConfig:
 
 
 def test_servers_that_end_or_are_cut_off_leave_the_bytes_of_an_undisturbed_run(
-    prepared: ConfigFor, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    prepared: ConfigFor, serve: Serve
 ) -> None:
     expected = extracted(prepared, serve())
     steady, ending, cut_off = serve(), serve(), serve()
+    is_cut_off, goes_on, is_over = threading.Event(), threading.Event(), threading.Event()
 
-    def slowly(prompt: list[int]) -> tuple[torch.Tensor, int]:
-        time.sleep(0.1)
-        return steady.random_states(prompt)
+    def answer(server: StatesServer, prompt: list[int]) -> tuple[torch.Tensor, int]:
+        """Wait until the other servers have been disturbed, so that prompts are left for those."""
+        if server is ending and ending.num_answered > 8:  # after both disturbances, and a check after each
+            goes_on.set()
+        is_through = goes_on.is_set() if server is ending else server is steady or is_cut_off.is_set()
+        assert not is_through or (goes_on.wait(60.0) and is_cut_off.wait(60.0))
+        return server.random_states(prompt)
 
-    steady.states_of = slowly
-    ending.fails_at, ending.tears_at, cut_off.fails_at = 6, 5, 8
-    cut_off.when_it_fails = lambda: time.sleep(20.0)
+    def cut(number: int, prompt: list[int]) -> bool:
+        if len(prompt) == 64 or is_cut_off.is_set():  # a check has the longest prompt
+            return False
+        is_cut_off.set()
+        return is_over.wait(60.0)
+
+    for server in (steady, ending, cut_off):
+        server.states_of = partial(answer, server)
+    ending.tears_at, ending.is_silent, cut_off.is_silent = 5, lambda number, prompt: number == 6, cut
     assert extracted(prepared, steady, ending, cut_off) == expected
-    assert ending.num_answered > 8 and cut_off.num_answered >= 8
+    is_over.set()
+    assert goes_on.is_set() and is_cut_off.is_set()
     assert not list(steady.folder.glob("*.safetensors*")), "no file is left"
 
 
@@ -118,13 +131,21 @@ def test_a_server_may_come_late_and_a_stopped_extraction_goes_on_with_another_on
     expected = extracted(prepared, serve())
     late, second = serve(), serve()
     late.status = 503
-    monkeypatch.setattr(server_streams, "GIVE_UP_S", 1.0)
-    with pytest.raises(UserError, match=r"a server must answer within 1 s, but none does \(.*answers 503.*start one"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match=r"a server must answer within 1 s, but none does \(.*answers 503.*start one"),
+    ):
+        patch.setattr(server_streams, "GIVE_UP_S", 1.0)
         extracted(prepared, late)
-    second.fails_at = 30
-    second.when_it_fails = lambda: setattr(second, "status", 503)
-    threading.Timer(0.5, lambda: setattr(late, "status", 200)).start()
+
+    def changes_places(number: int, prompt: list[int]) -> bool:
+        if number >= 30:
+            second.status, late.status = 503, 200
+        return number >= 30
+
+    second.is_silent = changes_places
     assert extracted(prepared, second, late) == expected
+    assert second.num_answered >= 30 and late.num_answered
 
 
 REFUSED: dict[str, str] = {
