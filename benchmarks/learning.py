@@ -13,6 +13,7 @@ prompts. The seconds of ours are those of the whole program, those of the peer o
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -56,6 +57,11 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
             "head: must be eagle3 of the whole vocabulary with capture_layers, because the peer trains that; "
             "add recipe=quickstart_eagle3 head.draft_vocab_size=null"
         )
+    if (
+        not shutil.which(options.peer)
+        or subprocess.run([options.peer, "-c", "from speculators.train.cli import main"]).returncode
+    ):
+        raise UserError(f"--peer: must be the Python of an environment with speculators, but is {options.peer}")
     overrides = sys.argv[1:]
     for stage in ("prompts", "hidden-states"):
         mtptrain(stage, overrides)

@@ -54,6 +54,8 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import config_dir
 from mtptrain.target.loading import needs_several_devices
+from mtptrain.training.deepspeed_engine import check_deepspeed
+from mtptrain.training.optimizer import warn_of_rate
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.distributed import close_groups
@@ -102,6 +104,8 @@ def run_stages(config: PipelineConfig, overrides: Sequence[str]) -> None:
 def check(config: PipelineConfig) -> None:
     """Refuse settings with which a later stage could not run, before the first one begins."""
     check_one_start(config.head)
+    check_deepspeed(config.deepspeed)
+    warn_of_rate(config.train)
     if config.acceptance.prompts_file is not None:
         check_is_file(Path(config.acceptance.prompts_file))
     is_plan = started_stage() == "plan"

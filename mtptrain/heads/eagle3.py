@@ -1,9 +1,9 @@
 """Head `eagle3`: fuses captured layers of the target, by default three, and can have a smaller draft vocabulary.
 
 The head is g = fc[streams], one layer whose attention reads [input_layernorm(e); hidden_norm(g)] for the embedding e of
-the next token, and a final norm before lm_head. The residual stream before that norm is fed back. EAGLE-3: Scaling up
-Inference Acceleration of Large Language Models via Training-Time Test (arXiv 2503.01840). With `fc_norm` and
-`norm_output`, the head is EAGLE-3.1 (arXiv 2605.09992).
+the next token, and a final norm before lm_head. EAGLE-3 feeds back the residual stream before that norm: Scaling up
+Inference Acceleration of Large Language Models via Training-Time Test (arXiv 2503.01840). With `norm_output`, the
+default, the state after it is fed back, as in EAGLE-3.1 (arXiv 2605.09992), which has `fc_norm` too.
 """
 
 from collections.abc import Sequence

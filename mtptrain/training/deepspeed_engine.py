@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import requires
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from packaging.requirements import Requirement
 
 from mtptrain.heads.base import Head
 from mtptrain.settings.precision import with_fp32_sums
@@ -49,7 +51,13 @@ REFUSED_SETTINGS = {
 
 
 def check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises UserError for settings that the trainer does not support or that it sets itself."""
+    """Raises UserError for a version or settings that the trainer does not support, or settings that it sets itself."""
+    required = next(Requirement(each) for each in requires("mtptrain") or () if each.startswith("deepspeed"))
+    if not required.specifier.contains(deepspeed.__version__, prereleases=True):
+        raise UserError(
+            f"deepspeed: must be of version {required.specifier}, but is {deepspeed.__version__}, of which settings "
+            f"have other names or meanings; run pip install '{required}'"
+        )
     for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         if not isinstance(config.get(name, {}), dict):
             raise UserError(

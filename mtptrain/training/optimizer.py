@@ -15,6 +15,7 @@ from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
 from mtptrain.settings.training import OptimizerKind
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import warn
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.4
@@ -47,8 +48,8 @@ def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torc
 
 def warn_of_rate(settings: TrainConfig) -> None:
     if settings.lr >= UNUSUAL_LR:
-        print(
-            "WARNING train.lr: heads learn at 1e-4 to 5e-3, with Muon too, whose update here has as root mean square "
+        warn(
+            "train.lr: heads learn at 1e-4 to 5e-3, with Muon too, whose update here has as root mean square "
             f"{UPDATE_RMS} times the rate, but it is {settings.lr:g}; set train.lr=1e-3"
         )
 

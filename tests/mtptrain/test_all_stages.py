@@ -154,7 +154,7 @@ VARIANTS = {  # exit codes and errors
     "seed=0,1 run_dir=/none/${seed} export.output_dir=/none/x": (
         *(1, "export.output_dir: must differ between the variants of --multirun, but is /none/x for both (recipe="),
     ),
-    "train.lr=1,-1 run_dir=/none/${train.lr}": (1, "train.lr: must be a number of at least 0.0, but is -1.0"),
+    "train.lr=1e-3,-1 run_dir=/none/${train.lr}": (1, "train.lr: must be a number of at least 0.0, but is -1.0"),
     "train.lrr=1,2": (2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
     "head=mtp,mtpp": (2, "head: must be one of dflash, "),
 }
@@ -220,6 +220,7 @@ REFUSED = {
     "head=eagle3 target.path={gemma}": "streams; set export.engine=sglang, or train head=eagle or medusa or mtp",
     f"{MISSING} hidden_states.backend=vllm": "with vLLM, but /none/python does not exist; run `make .venv-vllm/",
     f"{MISSING} prompts.source=responses responses.engine=vllm": "PYTHON, or set responses.engine=transformers",
+    "+deepspeed.gradient_clipping=0.5": "deepspeed.gradient_clipping: must not be set, but is 0.5",
     STREAMED: "train.stream: must be false for a whole run, which runs one stage after the other",
 }
 
@@ -237,6 +238,8 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     servers = ("hidden_states.backend=vllm", "hidden_states.servers=[http://a:1]", "responses.url=http://b:1/v1")
     all_stages.check(make_config(*MISSING.split(), *servers, "prompts.source=responses"))
+    with pytest.warns(match="train.lr: heads learn at 1e-4 to 5e-3"):
+        all_stages.check(make_config("train.lr=0.02"))
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(UserError, match="micro_batches_per_step"):
         all_stages.check(make_config("train.micro_batches_per_step=8"))
 

@@ -7,6 +7,7 @@ import torch
 
 from mtptrain.settings.precision import with_fp32_sums
 from mtptrain.training.deepspeed_engine import check_deepspeed, total_norm
+from mtptrain.utils.errors import UserError
 
 
 def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
@@ -51,3 +52,9 @@ def test_deepspeed_settings_that_the_trainer_does_not_do_are_refused() -> None:
     for config, message in REFUSED:
         with pytest.raises(ValueError, match=rf"^deepspeed\..*{message}"):
             check_deepspeed(config)
+
+
+def test_another_version_of_deepspeed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.__version__", "0.17.5")
+    with pytest.raises(UserError, match=r"^deepspeed: must be of version .*0\.19\.8, but is 0\.17\.5.*pip install"):
+        check_deepspeed({})
