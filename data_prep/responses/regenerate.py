@@ -208,9 +208,9 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
     sampled = own.sampled_with(settings.sampling)
     if os.environ.get("RANK", "0") == "0":
         says = "as" if sampled == own.own_sampling else f"while {_changes(own.own_sampling)} is what"
-        what = f"{says} {generation.FILE} of the target says"
+        what = f"{says} {own.source} of the target says"
         if own.do_sample is None and not own.sampling:
-            what = f"and {generation.FILE} of the target says nothing of sampling"
+            what = f"and {own.source} of the target says nothing of sampling"
         others = {name: value for name, value in own.changes.items() if name not in generation.NEUTRAL}
         left_out = f"; it also sets {generation.as_words(others)}, which responses leave out" if others else ""
         print(

@@ -189,7 +189,7 @@ class Engine(ABC):
         if error := self.why_it_fails(target):
             settings = (
                 f"{self.name} {self.version} does not serve the head to requests that leave out what the target's "
-                f"{FILE} sets: {error}; mend or remove the setting."
+                f"{target.own_generation.source} sets: {error}; mend or remove the setting."
             )
         return [note for note in (settings, self.ends_note(target)) if note]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from mtptrain.engines.base import GENERATION_SETTINGS, Applied, Engine
 from mtptrain.engines.format import LAYER_PARTS, Format
@@ -18,7 +18,7 @@ from mtptrain.engines.target_files import add_target_files
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.families import sliding_window
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import FILE, GenerationDefaults
+from mtptrain.target.generation import GenerationDefaults, stored_generation
 from mtptrain.utils.errors import UserError, error_summary
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -123,7 +123,7 @@ class Transformers(Engine):
 
         The tiny model drafts by prompt lookup, with the same checks. Settings that need code of the hub are left out.
         """
-        if not (target.directory / FILE).is_file() or target.own_generation.processors.keys() & {*REFUSED}:
+        if target.own_generation.processors.keys() & {*REFUSED}:
             return ""
         sizes: dict[str, Any] = {
             "hidden_size": 8,
@@ -133,7 +133,7 @@ class Transformers(Engine):
         }
         with torch.random.fork_rng(devices=[]):
             model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=target.config.vocab_size, **sizes))
-            model.generation_config = own = GenerationConfig.from_pretrained(target.directory)
+            model.generation_config = own = stored_generation(target.directory, target.config)
             own.use_mtp = False
             try:
                 if (mode := own.get_generation_mode()) not in ("greedy_search", "sample"):

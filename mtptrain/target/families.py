@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from mtptrain.target.form import find_form
-from mtptrain.target.generation import read_generation
+from mtptrain.target.generation import NO_EFFECT, read_generation
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo_json
 from mtptrain.utils.errors import UserError, refusing
@@ -89,9 +89,9 @@ def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTr
         rope = {name: value for name, value in text.rope_parameters.items() if name not in ROPE_OF_THE_TARGET}
         text = AutoConfig.for_model(PLAIN_TEXT_MODELS[text.model_type], **own | {"rope_parameters": rope})
     text.name_or_path = config.name_or_path or ""
-    for name in ("quantization_config", "tie_word_embeddings"):
-        if name in settings:
-            setattr(text, name, getattr(config, name))
+    of_whole = {"quantization_config", "tie_word_embeddings", *GenerationConfig().to_dict()} - NO_EFFECT
+    for name in (each for each in settings if each in of_whole and getattr(config, each, None) is not None):
+        setattr(text, name, getattr(config, name))
     return text
 
 

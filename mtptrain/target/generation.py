@@ -128,19 +128,30 @@ class GenerationDefaults:
 
 
 def read_generation(target_dir: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """Returns what generation_config.json sets. Raises UserError for values that no engine takes."""
+    """Returns what generation_config.json sets, or else config.json. Raises UserError for values no engine takes."""
     path = target_dir / FILE
-    given = {"eos_token_id": None, **read_json(path, DOWNLOAD_AGAIN)} if path.is_file() else {}
+    if not path.is_file():
+        given = stored_generation(target_dir, config).to_diff_dict()
+        return parse_generation(given, path.with_name("config.json"), config)
+    given = {"eos_token_id": None, **read_json(path, DOWNLOAD_AGAIN)}
     given = {name: value for name, value in given.items() if value is not None or name == "eos_token_id"}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # vLLM's and llama.cpp's word for all tokens
     parsed = parse_generation(given, path, config)
-    if path.is_file():
-        has_bom = path.read_bytes().startswith(codecs.BOM_UTF8)
-        advice = "save it again as UTF-8 without a byte order mark" if has_bom else DOWNLOAD_AGAIN
-        with refusing(f"{path}: must be readable by transformers", advice):
-            transformers.GenerationConfig.from_pretrained(target_dir)
+    stored_generation(target_dir, config)
     return parsed
+
+
+def stored_generation(target_dir: Path, config: PreTrainedConfig) -> transformers.GenerationConfig:
+    """Returns what transformers, and so vLLM, read: without generation_config.json, a few settings of config.json."""
+    path = target_dir / FILE
+    if not path.is_file():
+        with refusing(f"{path.with_name('config.json')}: settings of generation must be valid", "correct them"):
+            return transformers.GenerationConfig.from_model_config(config)
+    has_bom = path.read_bytes().startswith(codecs.BOM_UTF8)
+    advice = "save it again as UTF-8 without a byte order mark" if has_bom else DOWNLOAD_AGAIN
+    with refusing(f"{path}: must be readable by transformers", advice):
+        return transformers.GenerationConfig.from_pretrained(target_dir)
 
 
 def parse_generation(given: dict[str, Any], path: Path, config: PreTrainedConfig) -> GenerationDefaults:

@@ -69,6 +69,23 @@ def test_all_that_changes_an_answer_is_read_and_what_changes_none_is_not(tmp_pat
     assert found.changes == found.sampling | others and found.max_new_tokens == 9 and found.do_sample
 
 
+def test_settings_of_config_json_count_where_there_is_no_other_file_as_in_transformers_and_vllm(tmp_path: Path) -> None:
+    own = {"max_new_tokens": 5, "min_p": 0.2, "min_new_tokens": 3}
+    popped = {"temperature": 0.5, "top_k": 3, "max_length": 9, "repetition_penalty": 1.5, "suppress_tokens": [1]}
+    found = read_generation(tmp_path, write_config(tmp_path, model_type="llama", **own, **popped))
+    assert found.changes == own and found.source == "config.json"
+    text = {"model_type": "qwen2_5_vl_text", "eos_token_id": 5, "max_new_tokens": 6, "min_p": 0.3}
+    whole = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {}, "min_p": 0.2}
+    found = read_generation(tmp_path, write_config(tmp_path, **whole, eos_token_id=[3, 4]))
+    assert found.changes == {"max_new_tokens": 6, "min_p": 0.2} and found.eos_token_ids == (3, 4)
+    assert read_generation(tmp_path, write_config(tmp_path, **whole)).eos_token_ids == (5,)
+    with pytest.raises(UserError, match=r"config\.json: settings of generation must be valid, .*max_new_tokens"):
+        write_config(tmp_path, model_type="llama", max_new_tokens=0)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_generation(tmp_path, write_config(tmp_path, model_type="llama", **own)).changes == {}
+
+
 def test_values_that_no_engine_takes_are_refused(tmp_path: Path) -> None:
     for name, value in (
         *(("temperature", "hot"), ("top_p", 1.5), ("repetition_penalty", 0), ("min_p", True)),
