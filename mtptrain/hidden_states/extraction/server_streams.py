@@ -11,6 +11,7 @@ import shlex
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from queue import Empty, PriorityQueue, Queue
 
@@ -115,6 +116,8 @@ class ServerStreams:
         self.urls, self.target, self.dtype, self.longest = urls, target, dtype, longest
         self.layer_ids = sorted(set(layers))  # vLLM's order
         self._columns = [self.layer_ids.index(layer) for layer in layers]
+        self._numbers = count()
+        """Of shards, over all calls: an answer that comes late is then not taken for one of a later call."""
         self._tasks = PriorityQueue[Task]()
         self._answers = Queue[Answer | BaseException]()
         """Prompts whose files are complete, or why the extraction must end."""
@@ -143,20 +146,21 @@ class ServerStreams:
     def extract(self, shards: Iterable[Sequence[Prompt]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields what `Streams` says, on the CPU. The servers work one shard ahead."""
         early: dict[int, list[Answer]] = {}
-        sizes: list[int] = []
-        for number, prompts in enumerate(shards):
+        before: tuple[int, int] | None = None
+        for prompts in shards:
+            number = next(self._numbers)
             for index, prompt in enumerate(prompts):
                 self._tasks.put((number, index, prompt.tolist()))
-            if number == 0:
+            if not self._threads:
                 probe = max(prompts, key=len)[:PROBE_TOKENS].tolist()
                 for url in [*self.urls] * IN_FLIGHT:
                     self._threads.append(threading.Thread(target=self._work, args=(url, probe), daemon=True))
                     self._threads[-1].start()
-            else:
-                yield self._of_shard(number - 1, sizes[-1], early)
-            sizes.append(len(prompts))
-        if sizes:
-            yield self._of_shard(len(sizes) - 1, sizes[-1], early)
+            if before is not None:
+                yield self._of_shard(*before, early)
+            before = number, len(prompts)
+        if before is not None:
+            yield self._of_shard(*before, early)
 
     def _of_shard(self, number: int, size: int, early: dict[int, list[Answer]]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the states of a shard, and keeps in `early` the files of the next one, which come in between."""

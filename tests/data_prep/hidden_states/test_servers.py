@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +19,9 @@ from safetensors.torch import save_file
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction import server_streams
+from mtptrain.hidden_states.extraction.server_streams import ServerStreams
 from mtptrain.run_dir import Run
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
@@ -146,6 +150,34 @@ def test_a_server_may_come_late_and_a_stopped_extraction_goes_on_with_another_on
     second.is_silent = changes_places
     assert extracted(prepared, second, late) == expected
     assert second.num_answered >= 30 and late.num_answered
+
+
+def test_a_late_answer_is_not_taken_for_one_of_the_next_window(serve: Serve, tiny_target: Path) -> None:
+    slow, steady = serve(), serve()
+    checked, first, second = (np.arange(n, n + length, dtype=np.int32) for n, length in ((3, 9), (13, 6), (23, 6)))
+    is_asked, may_answer, has_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def late(prompt: list[int]) -> tuple[torch.Tensor, int]:
+        if len(prompt) == len(first):
+            is_asked.set()
+            assert may_answer.wait(60.0)
+            has_answered.set()
+        return slow.random_states(prompt)
+
+    def after_it(prompt: list[int]) -> tuple[torch.Tensor, int]:
+        assert len(prompt) != len(first) or is_asked.wait(60.0)
+        if prompt == second.tolist():
+            may_answer.set()
+            assert has_answered.wait(60.0)
+            time.sleep(0.5)  # until the late answer is read
+        return steady.random_states(prompt)
+
+    slow.states_of, steady.states_of = late, after_it
+    with ServerStreams([slow.url, steady.url], TargetFiles(tiny_target), (2,), torch.float32, 64) as streams:
+        for prompt in (first, second):
+            (shard,) = ({index: states for index, states in each} for each in streams.extract([[checked, prompt]]))
+            assert torch.equal(shard[1], steady.random_states(prompt.tolist())[0])
+        assert len(streams._threads) == 4
 
 
 REFUSED: dict[str, str] = {
