@@ -129,21 +129,27 @@ def check(config: PipelineConfig) -> None:
 
 
 def check_engines(config: PipelineConfig) -> None:
-    """Refuse an engine that a stage starts and that this machine lacks. A plan, which may be for another one, warns."""
+    """Refuse an engine that a stage starts and this machine lacks, or a wrong `serving.program`, which may come later.
+
+    A plan, which may be for another machine, warns.
+    """
     target = read_target_config(config_dir(config.target.path, config.target.revision))
     backend = str(choose_backend(config.hidden_states.backend, target))
     starting = {} if config.responses.url else {"responses": ("responses.engine", str(config.responses.engine))}
     starting |= {} if config.hidden_states.servers else {"hidden-states": ("hidden_states.backend", backend)}
+    needed = {} if config.serving.program is None else {str(config.serving.engine): "leave serving.program out"}
     for name, stage, _ in stages_of(config):
         setting, engine = starting.get(name, ("", ""))
         if engine in ServingEngine.__members__ and not output_of(name, stage, config).is_file():
-            try:
-                running_engine(engine).find_program(config.serving.of(engine))
-            except UserError as error:
-                message = f"{error}, or set {setting}=transformers"
-                if started_stage() != "plan":
-                    raise UserError(message) from error
-                warn(message)
+            needed[engine] = f"set {setting}=transformers"
+    for engine, instead in needed.items():
+        try:
+            running_engine(engine).find_program(config.serving.of(engine))
+        except UserError as error:
+            message = f"{error}, or {instead}"
+            if started_stage() != "plan":
+                raise UserError(message) from error
+            warn(message)
 
 
 def check_variants(arguments: Sequence[str]) -> None:

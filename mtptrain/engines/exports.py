@@ -25,17 +25,18 @@ REQUIRED = ("engine", "method", "head_sha256")
 
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
     """Returns the `serving.json` by which an engine loads a head; refuses that of another engine or head."""
-    path = require(head_dir / SERVING, "mtptrain export")
-    facts = read_sealed(path, "run mtptrain export again", REQUIRED, files=None)
+    export = f"mtptrain export export.engine={engine}"
+    path = require(head_dir / SERVING, export)
+    facts = read_sealed(path, f"run {export} again", REQUIRED, files=None)
     if facts["engine"] != engine:
         raise UserError(
-            f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain export with "
-            f"export.engine={engine}, or set serving.head_dir"
+            f"{path}: engine must be {engine}, but is {facts['engine']}; run {export}, or correct serving.engine or "
+            "serving.head_dir"
         )
     if facts["head_sha256"] != head_sha256:
         raise UserError(
             f"{path}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
-            f"{facts['head_sha256']}, the hash of another head; run mtptrain export again, or correct serving.head_dir"
+            f"{facts['head_sha256']}, the hash of another head; run {export} again, or correct serving.head_dir"
         )
     return facts
 

@@ -61,6 +61,8 @@ class Rope:
         with refusing(f"{must}, unlike {dict(rope_parameters)}", "correct it"):  # the target's have been read before
             if rope_parameters.get("rope_type") not in STATIC_ROPE_TYPES:
                 raise ValueError(f"rope_type must be one of {', '.join(STATIC_ROPE_TYPES)}")
+            if rope_parameters.get("partial_rotary_factor", 1) != 1:
+                raise ValueError("partial_rotary_factor must be 1, because heads rotate whole attention heads")
             sizes: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
             config = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=dict(rope_parameters))
             rotary = LlamaRotaryEmbedding(config)

@@ -23,6 +23,7 @@ FAMILIES = {
 }
 MORE_FAMILIES = {
     **{"granite": "Granite", "phi3": "Phi-3", "glm4": "GLM-4", "olmoe": "OLMoE", "gpt_oss": "gpt-oss"},
+    **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2-MoE", "granitemoe": "Granite-MoE", "dots1": "dots.1"},
     **{"glm4_moe": "GLM-4.5", "ernie4_5_moe": "ERNIE-4.5", "qwen3_next": "Qwen3-Next (full attention)"},
     **dict.fromkeys(("qwen3_5", "qwen3_5_shared"), "Qwen3.5"),
 }

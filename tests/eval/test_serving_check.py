@@ -43,8 +43,11 @@ FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256":
 
 def test_a_folder_without_the_export_of_this_head_for_this_engine_is_refused(tmp_path: Path) -> None:
     for facts, message in (
-        (None, r"must exist, but does not; run mtptrain export"),
-        (FACTS | {"engine": "sglang"}, r"engine must be vllm, but is sglang; run mtptrain export with"),
+        (None, r"must exist, but does not; run mtptrain export export\.engine=vllm with"),
+        (
+            FACTS | {"engine": "sglang"},
+            r"engine must be vllm, but is sglang; run mtptrain export export.engine=vllm, or",
+        ),
         (FACTS, r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"),
     ):
         if facts is not None:

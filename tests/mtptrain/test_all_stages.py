@@ -20,6 +20,7 @@ from mtptrain.cli.stages import STAGES, stages_of
 from mtptrain.engines.table import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.stage_dir import STAGE, StageDir
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.errors import UserError
@@ -221,6 +222,7 @@ REFUSED = {
     f"{MISSING} hidden_states.backend=vllm": "with vLLM, but /none/python does not exist; run `make .venv-vllm/",
     f"{MISSING} prompts.source=responses responses.engine=vllm": "PYTHON, or set responses.engine=transformers",
     "+deepspeed.gradient_clipping=0.5": "deepspeed.gradient_clipping: must not be set, but is 0.5",
+    **{f"serving.engine={each} serving.program=/none": ", or leave serving.program out" for each in ServingEngine},
     STREAMED: "train.stream: must be false for a whole run, which runs one stage after the other",
 }
 
@@ -237,7 +239,8 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
         with pytest.raises(UserError, match="to export head eagle3 for vllm"):
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     servers = ("hidden_states.backend=vllm", "hidden_states.servers=[http://a:1]", "responses.url=http://b:1/v1")
-    all_stages.check(make_config(*MISSING.split(), *servers, "prompts.source=responses"))
+    with patch("mtptrain.engines.process.made_python", lambda _: tmp_path):
+        all_stages.check(make_config(*servers, "prompts.source=responses"))
     with pytest.warns(match="train.lr: heads learn at 1e-4 to 5e-3"):
         all_stages.check(make_config("train.lr=0.02"))
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(UserError, match="micro_batches_per_step"):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.engines.mlx.engine import ENGINE, FAMILIES
-from mtptrain.engines.mlx.formats import rope_for_mlx_lm
+from mtptrain.engines.mlx.formats import keys_for_mlx_lm
 from mtptrain.engines.process import started
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -58,7 +58,7 @@ def compare(directory: Path, family: str, left_out: str = "", **settings: Any) -
     """Exports a draft model for a tiny target without one key in its config.json, and compares both with mlx-lm's."""
     target_dir = make_target(directory / "target", family, **SIZES | settings)
     config = read_json(target_dir / "config.json")
-    config |= rope_for_mlx_lm(config["rope_parameters"])
+    config |= keys_for_mlx_lm(config)
     write_json(target_dir / "config.json", {name: value for name, value in config.items() if name != left_out})
     weights = load_file(target_dir / "model.safetensors")
     biases = {name: torch.empty_like(each).uniform_(0.5, 1.5) for name, each in weights.items() if "bias" in name}

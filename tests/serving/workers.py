@@ -15,7 +15,7 @@ import torch
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import WorkerEngine
 from mtptrain.engines.mlx.engine import ENGINE as MLX
-from mtptrain.engines.mlx.formats import rope_for_mlx_lm
+from mtptrain.engines.mlx.formats import keys_for_mlx_lm
 from mtptrain.engines.openvino.engine import ENGINE as OPENVINO
 from mtptrain.engines.process import CHECKOUT
 from mtptrain.engines.requests import EngineCounts, EngineRun, Questions
@@ -94,7 +94,7 @@ def mlx_target_of(target_of: TargetOf, tmp_path_factory: pytest.TempPathFactory)
     def make(name: str) -> OnDisk:
         directory = shutil.copytree(target_of(name).directory, tmp_path_factory.mktemp("mlx") / name)
         config = json.loads((directory / "config.json").read_text())
-        config |= rope_for_mlx_lm(config["rope_parameters"])
+        config |= keys_for_mlx_lm(config)
         (directory / "config.json").write_text(json.dumps(config))
         return OnDisk(directory, load_target(directory, torch.float32, torch.device("cpu")))
 

@@ -18,7 +18,7 @@ from mtptrain.engines import limits
 from mtptrain.engines.base import Applied, WorkerEngine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal, models_of, must_be_false
-from mtptrain.engines.mlx.formats import MlxDflash, MlxDraftModel, MlxEagle3, rope_for_mlx_lm
+from mtptrain.engines.mlx.formats import MlxDflash, MlxDraftModel, MlxEagle3, keys_for_mlx_lm
 from mtptrain.engines.process import run_worker
 from mtptrain.heads.layers import head_dims
 from mtptrain.settings.evaluation import ServingConfig
@@ -32,7 +32,7 @@ from mtptrain.utils.files import read_json
 FAMILIES = (
     *("deepseek_v3", "dots1", "ernie4_5", "glm4", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama"),
     *("ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-    *("seed_oss", "smollm3", "stablelm"),
+    *("qwen3_moe", "seed_oss", "smollm3", "stablelm"),
 )
 """Families whose layers all keep keys and values, and whose logits in mlx-lm equal those of transformers within 1e-5.
 With tiny models in fp32, those of glm and ernie4_5_moe did not, and many others failed to load."""
@@ -66,7 +66,7 @@ class Mlx(WorkerEngine):
             for each in models_of(head, target):
                 yield from limits.why_not_family(*each, FAMILIES, others, windows)
                 yield from limits.why_not_keys(self.name, *each, with_biases=FAMILIES)
-            yield from why_not_rope(target)
+            yield from why_not_saved(target)
             return
         if target.model_type != WITH_STREAMS:
             reason = "mlx-vlm's class of others returns no residual streams, or has not been compared with ours"
@@ -161,8 +161,8 @@ def why_not_qwen(target: PreTrainedConfig) -> Iterator[Refusal]:
             yield Refusal("target.path", must_be, value, f"mlx-vlm {reason}", instead)
 
 
-def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields the keys that mlx-lm misses in a target's config.json, where transformers 5 has rope_parameters alone.
+def why_not_saved(target: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields the keys that mlx-lm misses in the config.json of a target, as transformers 5 saves it.
 
     findings/mlx_lm_ignores_rope_parameters.sh shows it.
     """
@@ -172,13 +172,14 @@ def why_not_rope(target: PreTrainedConfig) -> Iterator[Refusal]:
         yield Refusal(
             "target.path", "a target that reads text alone", f"a {target.model_type} with text_config", reason
         )
-    keys = rope_for_mlx_lm(config.get("rope_parameters") or {})
+    keys = keys_for_mlx_lm(config)
     own = {"rope_theta": 1e4} if target.model_type in ("llama", "mistral") else {}
-    missing = json.dumps({name: value for name, value in keys.items() if value != (own | config).get(name)})
-    if missing != "{}" and target.model_type not in READS_ROPE:
-        reason = f"mlx-lm reads no rope_parameters, and rotates {target.model_type} otherwise, without a word"
-        instead = f"add the entries {missing} to {path}, which change nothing in transformers and vLLM"
-        yield Refusal("target.path", "a target whose config.json has rope_theta", "one without", reason, instead, False)
+    missing = {name: value for name, value in keys.items() if value != (own | config).get(name)}
+    if missing and target.model_type not in READS_ROPE:
+        reason = f"mlx-lm reads these in a {target.model_type}, and without them fails, or rotates otherwise, unsaid"
+        instead = f"add the entries {json.dumps(missing)} to {path}, which change nothing in transformers and vLLM"
+        must_be = f"a target whose config.json has {' and '.join(missing)}"
+        yield Refusal("target.path", must_be, "one without", reason, instead, may_change_engine=False)
 
 
 ENGINE = Mlx()

@@ -31,12 +31,16 @@ NOT_MEASURED = (
 )
 
 
-def rope_for_mlx_lm(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of config.json from which mlx-lm's classes take what transformers 5 has in rope_parameters.
+def keys_for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of config.json from which mlx-lm's classes take what transformers 5 writes in others.
 
-    Most ignore that key. Rope parameters by kinds of layers are left to those that read it.
+    Most ignore rope_parameters. Those by kinds of layers are left to the classes that read them.
     """
+    rope = config.get("rope_parameters") or {}
     keys = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if config.get("model_type") == "qwen3_moe":
+        keys["num_experts"] = config.get("num_experts", config.get("num_local_experts"))
+        keys["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     scaling = {name: value for name, value in rope.items() if name not in keys}
     return keys | ({"rope_scaling": scaling} if scaling.get("rope_type", "default") != "default" else {})
 
@@ -46,7 +50,7 @@ class MlxDraftModel(VllmDraftModel):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = super().config_json(dtype)
-        return config | rope_for_mlx_lm(config.get("rope_parameters") or {})
+        return config | keys_for_mlx_lm(config)
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         drafts = ["--draft-model", str(directory), "--num-draft-tokens", str(num_speculative_tokens)]

@@ -111,6 +111,12 @@ def test_what_an_engine_does_not_serve_is_refused_with_the_reason_and_a_remedy(
     with pytest.raises(UserError, match=r'add the entries {"rope_scaling": {.*"factor": .*} to scaled/config\.json'):
         format_for("mlx", head_config("draft_model"), scaled)
     for config, name, more, message in (
+        (
+            target_config("qwen3_moe", _name_or_path="experts", num_experts=8),
+            "draft_model",
+            {},
+            r'has rope_theta and num_experts and head_dim .* "num_experts": 8, "head_dim": 64} to experts/config',
+        ),
         (target_config(_name_or_path="seen"), "draft_model", {"text_config": {}}, "a target that reads text alone to"),
         (
             target_config("qwen3_5_text", _name_or_path="full", layer_types=["full_attention"] * 4, **QWEN3_5[1]),

@@ -97,7 +97,13 @@ def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is
         torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
         own = EagleHead(EagleConfig(rope_parameters=rope), LlamaConfig(**sizes)).self_attn.rope
         assert torch.equal(own.inv_freq, Rope(128, rope, 128).inv_freq)
-    for wrong in ({"rope_type": "dynamic", **TURNS}, {"rope_type": "linear", "rope_theta": 1e4}, {"rope_theta": 1e4}):
+    partial = {**ROPES[0], "partial_rotary_factor": 0.5}
+    for wrong in (
+        {"rope_type": "dynamic", **TURNS},
+        {"rope_type": "linear", "rope_theta": 1e4},
+        {"rope_theta": 1e4},
+        partial,
+    ):
         with pytest.raises(UserError, match=r"head\.rope_parameters: must be a RoPE .*; correct it"):
             Rope(128, wrong, 128)
     with pytest.raises(ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic', which"):
