@@ -235,11 +235,13 @@ class ServerStreams:
         """Returns a server that has the target and the context, and whose states are those of the other servers.
 
         Its last states must give the token that it answers, and be equal if they are asked for twice: a server that
-        keeps prefixes does not compute them again. Which layers the others are, no server says.
+        keeps prefixes does not compute them again. Which layers the others are, only its name says.
         """
         server = StatesServer(url)
         if not is_same_model(server.root, self.target):
             raise server.refused(f"serve {self.target.path}, but serves {server.root}")
+        if server.model != (name := served_name(self.layer_ids)):
+            raise server.refused(f"capture the layers of {name}, by its --served-model-name, but has {server.model}")
         if server.max_model_len <= self.longest:
             raise server.refused(f"have a --max-model-len of {self.longest + 1}, but has {server.max_model_len}")
         path, token = server.written(probe)
@@ -276,6 +278,11 @@ def _file_and_token(body: bytes) -> tuple[Path, int]:
     return Path(answer["kv_transfer_params"]["hidden_states_path"]), int(answer["choices"][0]["token_ids"][0])
 
 
+def served_name(layer_ids: Sequence[int]) -> str:
+    """Returns the name under which a server that captures these layers serves the target."""
+    return "-".join(["layers", *map(str, layer_ids)])
+
+
 def server_command(target: TargetFiles, layer_ids: Sequence[int], dtype: torch.dtype, longest: int) -> str:
     """Returns the command that starts a server, whose files go to STATES. vLLM's own connector needs a GPU."""
     connector = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -285,6 +292,7 @@ def server_command(target: TargetFiles, layer_ids: Sequence[int], dtype: torch.d
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
     drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
     arguments = {
+        "--served-model-name": served_name(layer_ids),
         "--dtype": str(dtype).removeprefix("torch."),
         "--max-model-len": str(longest + 1),
         "--speculative-config": json.dumps(drafts),

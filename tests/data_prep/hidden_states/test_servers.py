@@ -43,6 +43,10 @@ class StatesServer(FakeServer):
         """Number of the request whose file is not complete."""
         self.states_of = self.random_states
 
+    def serves(self, root: object, name: str = "layers-2") -> None:
+        super().serves(root)
+        self.answers["/v1/models"] = self.answers["/v1/models"].replace(b'"a"', f'"{name}"'.encode())
+
     def random_states(self, prompt: list[int]) -> tuple[torch.Tensor, int]:
         states = torch.randn(len(prompt), 1, 64, generator=torch.Generator().manual_seed(sum(prompt)))
         return states, int(self.parts.logits(self.parts.final_norm(states[-1, -1])).argmax())
@@ -182,6 +186,7 @@ def test_a_late_answer_is_not_taken_for_one_of_the_next_window(serve: Serve, tin
 
 REFUSED: dict[str, str] = {
     "another model": "must serve .*, but serves .*other",
+    "a head with other layers": "must capture the layers of layers-2, .* but has layers-1-2",
     "a short context": "must have a --max-model-len of 65, but has 64",
     "two layers": r"must write torch.float32 states of 1 layers for 64 tokens, but wrote .*\(64, 2, 64\)",
     "bf16": "but wrote torch.bfloat16",
@@ -200,8 +205,10 @@ def test_a_server_that_would_write_other_states_is_refused(
     server, right = servers[0], servers[0].states_of
     if case == "another model":
         server.serves(make_target(tmp_path / "other", seed=5))
+    elif case == "a head with other layers":
+        server.serves(Run(config_of(prepared)).target.path, "layers-1-2")
     elif case == "a short context":
-        models = json.dumps({"data": [{"id": "a", "root": str(tmp_path.name), "max_model_len": 64}]})
+        models = json.dumps({"data": [{"id": "layers-2", "root": str(tmp_path.name), "max_model_len": 64}]})
         server.answers["/v1/models"] = models.replace(tmp_path.name, Run(config_of(prepared)).target.path).encode()
     elif case == "another disk":
         answer = {"choices": [{"token_ids": [1]}], "kv_transfer_params": {"hidden_states_path": "/nowhere/1"}}
