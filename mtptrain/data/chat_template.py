@@ -1,7 +1,6 @@
 """Renders messages with the target's chat template, in transformers' sandbox."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +8,16 @@ from jinja2.exceptions import TemplateError, TemplateRuntimeError, TemplateSynta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.conversation import ConversationRefused, Message
+from mtptrain.data.conversation import SYSTEM_ROLES, ConversationRefused, Message
+from mtptrain.target.files import DEVELOPER
 from mtptrain.utils.errors import UserError
 
-DEVELOPER = re.compile(r"""(['"])developer\1""")
-"""Is in templates that know this role. For others, vLLM 0.32 and llama.cpp b11434 make it the role `system`."""
+SCATTERED = (
+    "it does not know the role developer, so that vLLM joins all such messages, and those of the role system, at the "
+    "beginning, and llama.cpp leaves them in place; if you send them as system, set +prompts.roles.developer=system"
+)
+LEFT_OUT = "x-anthropic-billing-header"
+"""How a line of a system prompt begins that vLLM 0.32 leaves out (vllm/renderers/chat_utils.py)."""
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -47,8 +51,12 @@ def render_text(
         read = [{key: value for key, value in each.items() if key not in ("tools", "weight")} for each in messages]
         tools = _tools_of(messages)
         template = tokenizer.get_chat_template(tools=tools)
-        if not DEVELOPER.search(template):
-            read = [each | {"role": "system"} if each["role"] == "developer" else each for each in read]
+        if "developer" in {each["role"] for each in read} and not DEVELOPER.search(template):
+            if any(each["role"] in SYSTEM_ROLES for each in read[1:]):
+                raise TemplateRuntimeError(SCATTERED)
+            read[0] |= {"role": "system"}
+        if any(each["role"] == "system" and each["content"].startswith(LEFT_OUT) for each in read):
+            raise TemplateRuntimeError(f"vLLM leaves out the line of {LEFT_OUT} in a system prompt; remove it")
         variables: dict[str, Any] = tokenizer.special_tokens_map
         rendered: Any = render_jinja_template(
             conversations=[read],

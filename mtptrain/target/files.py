@@ -25,6 +25,8 @@ RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_messag
 
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tags, which Jinja does not know."""
+DEVELOPER = re.compile(r"""(['"])developer\1""")
+"""Is in templates that know this role. For others, vLLM 0.32 and llama.cpp b11434 make it the role `system`."""
 
 
 def override_of(mode: str) -> str:

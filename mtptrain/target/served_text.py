@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template
 
-from mtptrain.target.files import RENDERED, TargetFiles, names_in, parsed_template
+from mtptrain.target.files import DEVELOPER, RENDERED, TargetFiles, names_in, parsed_template
 from mtptrain.target.generation import FILE
 from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER
 from mtptrain.target.llama_tokens import llama_tokens
@@ -42,13 +42,15 @@ DATES = ("date_string", "datetime")
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
-    {"role": "user", "content": "a"},
+    {"role": "user", "content": "Hi"},
     {
         "role": "assistant",
         "content": " Hi ",
         "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}],
     },
 )
+CALLED_ALONE = (CALLED[0], CALLED[1] | {"content": ""})
+"""`content: null`, which llama.cpp and SGLang, as we do, make an empty text, and vLLM an empty list."""
 TEXT = "It's  12345 words\n\n a"
 """Is cut in other places by other rules for words, numbers and spaces."""
 UNNAMED = {"llama": "CodeLlamaTokenizer"}
@@ -71,7 +73,8 @@ AS_STORED = {
 def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     yield from tokens_elsewhere(target)
-    for each in (_templates_elsewhere, _llama_tokens_elsewhere, _modes_elsewhere, _lists_elsewhere, _ends_elsewhere):
+    yield from _templates_elsewhere(target)
+    for each in (_llama_tokens_elsewhere, _developers_elsewhere, _modes_elsewhere, _lists_elsewhere, _ends_elsewhere):
         yield from each(target)
 
 
@@ -132,6 +135,19 @@ def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         )
 
 
+def _developers_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares what llama-server makes of the role `developer`, which it renames even where the template knows it."""
+    tokenizer = target.tokenizer
+    chats = [({"role": role, "content": "s"}, CALLED[0]) for role in ("developer", "system")]
+    for tools in TOOLS:
+        ours, theirs = (_rendered(tokenizer, *chat, tools=tools) for chat in chats)
+        template = tokenizer.get_chat_template(tools=tools) if ours and ours != theirs else ""
+        if DEVELOPER.search(template) and "<|channel|>" not in template:
+            mend = "set +prompts.roles.developer=system, and send such messages as system"
+            yield _other_text(target, "llama-server", "makes `developer` `system`, and ", theirs, ours, mend)
+            break
+
+
 def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares the modes that llama-server sets in a template, and the prompts of different days."""
     tokenizer = target.tokenizer
@@ -173,11 +189,14 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
 def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares what vLLM makes of a chat, which passes texts as parts to a template that loops over such."""
     tokenizer = target.tokenizer
-    for tools, spaced in product(TOOLS, (SPACED, SPACED[1:], CALLED)):
-        in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in spaced]
+    for tools, spaced in product(TOOLS, (SPACED, SPACED[1:], CALLED, CALLED_ALONE)):
+        in_parts = [
+            {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []}
+            for each in spaced
+        ]
         ours, theirs = (_rendered(tokenizer, *messages, tools=tools) for messages in (spaced, in_parts))
         if "Hi" in ours and ours != theirs and _loops_over_content(tokenizer.get_chat_template(tools=tools)):
-            how = "gives the chat template, which loops over `content`, each text as a list, and "
+            how = "gives the chat template, which loops over `content`, each text as a list, null as an empty one, and "
             yield _other_text(target, "vLLM", how, theirs, ours, "start it with --chat-template-content-format string")
             break
 

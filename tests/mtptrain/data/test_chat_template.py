@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mtptrain.data.chat_template import prompt_text, render_prompt
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
@@ -36,8 +37,23 @@ def test_a_developer_is_the_system_for_a_template_that_does_not_know_that_role_a
     developer, system = ([{"role": role, "content": "b"}, *QUESTION] for role in ("developer", "system"))
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert prompt_text(tokenizer, developer) == prompt_text(tokenizer, system)
+    answered = [*QUESTION, {"role": "assistant", "content": "a"}]
+    scattered = [[*answered, *developer], [system[0], *developer], [developer[0], *answered, *system]]
+    for messages in scattered:
+        with pytest.raises(
+            UserError, match=r"it does not know the role developer, .* \+prompts\.roles\.developer=system"
+        ):
+            prompt_text(tokenizer, messages)
+    assert prompt_text(tokenizer, [*answered, *system]).endswith("<assistant>a<system>b<user>hi")
     tokenizer.chat_template += "{# 'developer' #}"
     assert prompt_text(tokenizer, developer).startswith("<developer>b")
+    assert all("<developer>b<user>hi" in prompt_text(tokenizer, messages) for messages in scattered[:2])
+
+
+def test_a_line_that_vllm_leaves_out_of_system_prompts_is_refused() -> None:
+    system = {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."}
+    with pytest.raises(UserError, match=r"vLLM leaves out the line of x-anthropic-billing-header .*; remove it"):
+        prompt_text(make_tokenizer(), [system, *QUESTION])
 
 
 def test_tools_are_rendered_by_the_template_for_tools() -> None:

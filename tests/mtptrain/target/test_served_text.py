@@ -276,6 +276,38 @@ def test_a_template_that_loops_over_content_with_calls_alone_is_named(tmp_path: 
     assert [each for each in chats_elsewhere(TargetFiles(directory)) if "--chat-template-content-format" in each]
 
 
+def test_a_template_that_has_no_text_beside_calls_is_named_if_vllm_makes_a_list_of_null(tmp_path: Path) -> None:
+    first = EACH.replace("LOOP", "{{ message.content[0].text }}")  # as Devstral's, of an answer
+    looping = EACH.replace("LOOP", LOOP.replace("X", "message.content"))
+    for template, said in (
+        (looping, []),
+        (first + "{% if false %}" + looping + "{% endif %}", ["makes 'an error' of"]),
+    ):
+        directory = make_target(tmp_path, chat_template=template)
+        found = [each for each in chats_elsewhere(TargetFiles(directory)) if "null as an empty one" in each]
+        assert len(found) == len(said) and all(map(re.search, said, found)), found
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", []),
+        (
+            "{# 'developer' #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+            ["'<system>s<user>Hi' o"],
+        ),
+        ("{# 'developer' <|channel|> #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", []),
+        ("{# 'developer' #}{% for m in messages %}{{ m.content }}{% endfor %}", []),
+    ],
+)
+def test_a_template_that_knows_developers_is_named_if_llama_cpp_makes_other_text(
+    tmp_path: Path, template: str, said: list[str]
+) -> None:
+    directory = make_target(tmp_path, chat_template=template)
+    found = [each for each in chats_elsewhere(TargetFiles(directory)) if "prompts.roles.developer=system" in each]
+    assert len(found) == len(said) and all(map(re.search, said, found)), found
+
+
 def test_a_tokenizer_that_splits_special_tokens_is_to_be_mended_there(tmp_path: Path) -> None:
     stored = make_target(tmp_path) / CONFIG
     stored.write_text(json.dumps(json.loads(stored.read_text()) | {"split_special_tokens": True}))
