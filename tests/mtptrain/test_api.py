@@ -13,6 +13,7 @@ import pytest
 import mtptrain
 from mtptrain import LoadedTarget
 from mtptrain.cli.arguments import compose_config
+from mtptrain.target.hub import DEMO_DIR
 from tests.conftest import Run, make_target
 from tests.docs.test_pages import FENCE, ROOT
 
@@ -52,6 +53,17 @@ def test_a_bar_shows_tokens_in_a_terminal_alone_and_can_be_switched_off(
         (answer,) = mtptrain.generate(target, None, "def read(", max_new_tokens=16, progress=progress)
         said = capsys.readouterr().err
         assert ("1/1" in said and f" {len(answer.token_ids)} tokens, " in said) == is_shown == bool(said)
+
+
+def test_answers_end_at_the_tokenizers_end_too_as_those_of_vllm_do(tmp_path: Path) -> None:
+    """vLLM 0.32 served this target in fp32, at temperature 0: 95 tokens, of which generation_config.json ends none."""
+    directory = shutil.copytree(DEMO_DIR, tmp_path / "target")
+    for name, change in (("tokenizer_config.json", {"eos_token": "."}), ("generation_config.json", {"eos_token_id": 0})):
+        (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | change))
+    lines = Path(__file__).with_name("turn_end_prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["input_ids"] for line in lines]
+    answers = mtptrain.generate(mtptrain.load_target(directory), None, prompts, max_new_tokens=32)
+    assert [len(answer.token_ids) for answer in answers] == [17, 32, 11, 5, 8, 8, 8, 6]
 
 
 def test_input_that_cannot_be_used_is_refused_in_one_line(finished: Run, target: LoadedTarget, tmp_path: Path) -> None:
