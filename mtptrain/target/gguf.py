@@ -118,7 +118,8 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 SPACE = "\u2581"
 """Stands for a space in the tokens of SentencePiece."""
 SWITCHED_OFF = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")
-END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+END_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Names, without `_token_id`, of the keys of tokens at which llama.cpp stops."""
 IN_TOKENIZER = ("tokens", "token_type", "merges", "scores", "token_type_count", "add_bos_token")
 """Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
 SAMPLED_BY = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -133,14 +134,19 @@ END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|end_of_text|>", "<end_of_utterance>", "<|flush|>"),
     *("<|calls|>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),  # noqa: RUF001
-    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
-    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
 )
 """Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp), at
 Gemma's `</s>` for struck text too."""
+FIM_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Texts of further such tokens, by the key that takes their place. Of several, llama.cpp stops at one alone."""
 NO_ENDS = (
     *(("<|end|>", {"<|return|>", "<|call|>"}), ("<|end|>", {"<|return|>", "<|calls|>"})),
     *(("<|end|>", {"<|flush|>", "<|call|>"}), ("<|end|>", {"<|flush|>", "<|calls|>"}), ("</s>", {"<|tool_response>"})),
+    ("</s>", {"<|plamo:eos|>"}),
 )
 """Those at which it does not stop if the vocabulary has certain others."""
 
@@ -278,9 +284,11 @@ def adds_token(metadata: Mapping[str, Any], name: str) -> bool:
     return bool(metadata.get(f"{TOKENIZER}add_{name}_token", by_default[name]))
 
 
-def ends_of(vocabulary: Mapping[str, int], named: Sequence[int]) -> list[int]:
+def ends_of(vocabulary: Mapping[str, int], named: Mapping[str, int]) -> list[int]:
     """Returns the tokens at which llama.cpp ends an answer: those that keys name, and those that it knows by text."""
-    ends = dict.fromkeys([*named, *(vocabulary[text] for text in END_TOKENS if text in vocabulary)])
+    texts = [*END_TOKENS, *(text for name, each in FIM_ENDS.items() if name not in named for text in each)]
+    keys = [named[name] for name in END_IDS if name in named]
+    ends = dict.fromkeys([*keys, *(vocabulary[text] for text in texts if text in vocabulary)])
     others = {vocabulary[text] for text, beside in NO_ENDS if text in vocabulary and beside <= vocabulary.keys()}
     return [token for token in ends if token not in others]
 
@@ -453,7 +461,7 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
     try:
         temporary.mkdir()
         settings = header.section(TOKENIZER)
-        named = [settings[key] for key in END_IDS if key in settings]
+        named = {name: settings[f"{name}_token_id"] for name in END_IDS if f"{name}_token_id" in settings}
         ends = ends_of({text: token for token, text in enumerate(settings["tokens"])}, named)
         tokens = {
             "bos_token_id": settings.get("bos_token_id"),

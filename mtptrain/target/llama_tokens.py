@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import SENTENCEPIECE, TOKENIZER, adds_token, ends_of
+from mtptrain.target.gguf import END_IDS, SENTENCEPIECE, TOKENIZER, adds_token, ends_of
 from mtptrain.utils.files import read_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -56,7 +56,7 @@ def llama_tokens(target: TargetFiles) -> LlamaTokens:
     unknown, metadata = "", target.gguf_metadata
     if metadata:
         adds = {name: adds_token(metadata, name) for name in ("bos", "eos")}
-        keys = {name: metadata.get(f"{TOKENIZER}{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+        keys = {name: metadata.get(f"{TOKENIZER}{name}_token_id") for name in ("bos", *END_IDS)}
         vocabulary = {text: token for token, text in enumerate(metadata[f"{TOKENIZER}tokens"])}
         is_sentencepiece = metadata.get(f"{TOKENIZER}model") == SENTENCEPIECE
     else:
@@ -66,7 +66,7 @@ def llama_tokens(target: TargetFiles) -> LlamaTokens:
     named = {name: token for name, token in keys.items() if token is not None}
     # Without a key, llama.cpp takes these.
     ids = ({"bos": 1, "eos": 2} if is_sentencepiece else {"bos": 11, "eos": 11}) | named
-    return LlamaTokens(ids, adds, ends_of(vocabulary, [token for name, token in ids.items() if name != "bos"]), unknown)
+    return LlamaTokens(ids, adds, ends_of(vocabulary, ids), unknown)
 
 
 def _converted(target: TargetFiles) -> tuple[dict[str, int | None], dict[str, bool], str]:

@@ -58,7 +58,10 @@ def test_a_bar_shows_tokens_in_a_terminal_alone_and_can_be_switched_off(
 def test_answers_end_at_the_tokenizers_end_too_as_those_of_vllm_do(tmp_path: Path) -> None:
     """vLLM 0.32 served this target in fp32, at temperature 0: 95 tokens, of which generation_config.json ends none."""
     directory = shutil.copytree(DEMO_DIR, tmp_path / "target")
-    for name, change in (("tokenizer_config.json", {"eos_token": "."}), ("generation_config.json", {"eos_token_id": 0})):
+    for name, change in (
+        ("tokenizer_config.json", {"eos_token": "."}),
+        ("generation_config.json", {"eos_token_id": 0}),
+    ):
         (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | change))
     lines = Path(__file__).with_name("turn_end_prompts.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["input_ids"] for line in lines]

@@ -19,6 +19,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import LLAMA3_ROPE, gguf_of, read_header
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
+from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target, make_tokenizer
@@ -195,6 +196,11 @@ def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target
     directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings)))
     # <|end|> is 256, the key of the turn's end names 257, and llama.cpp knows the text of 258
     assert TargetFiles(directory).generation.eos_token_ids == (256, 257, 258)
+    settings["tokenizer.ggml.tokens"] = [*tokens[:-1], "<|fim_pad|>"]
+    for key, ends in (({}, [256, 257, 258, 259]), ({"tokenizer.ggml.fim_pad_token_id": 9}, [256, 257, 9, 258])):
+        gguf = write_gguf(tmp_path / "tiny.gguf", target, settings=settings | key)
+        assert llama_tokens(TargetFiles(target, given_gguf=str(gguf))).ends == ends
+        assert TargetFiles(resolve_target(str(gguf))).generation.eos_token_ids == tuple(ends)
 
 
 def test_the_sampling_of_a_file_is_that_of_the_target(tmp_path: Path, target: Path) -> None:
