@@ -126,10 +126,17 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     (target / "config.json").write_text(
         (config := (target / "config.json").read_text()).replace("{", '{"seq_len": 9, ', 1)
     )
-    assert [
-        "takes 9 tokens at most, by seq_len" in note
-        for note in engine_of("vllm").notes(run_with(target, "vllm").target)
-    ]
+    assert "takes 9 tokens at most, by seq_len" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
+    (target / "config.json").write_text(config)
+    of_embeddings = target / "sentence_bert_config.json"
+    for settings, said in (
+        ({"max_seq_length": 32, "do_lower_case": True}, "takes 32 tokens .* lower-cases prompts: remove it"),
+        ({"max_seq_length": 32}, "takes 32 tokens at most, by sentence_bert_config.json, which is for embeddings: rem"),
+        ({"do_lower_case": True}, "^vLLM 0.32 samples"),  # of which vLLM then reads nothing
+    ):
+        of_embeddings.write_text(json.dumps(settings))
+        assert re.search(said, engine_of("vllm").notes(run_with(target, "vllm").target)[-1])
+    of_embeddings.unlink()
     (target / "config.json").write_text(config.replace('"llama"', '"gpt_oss"'))
     note = engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
     assert "makes prompts of this family by openai_harmony" in note and "reads reasoning_effort of a request" in note

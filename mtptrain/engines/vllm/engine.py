@@ -124,6 +124,12 @@ class Vllm(RunningEngine):
                 f"vLLM {self.version} makes prompts of a {architecture} by a program of its own, not by the chat "
                 "template: compare them by `mtptrain serving-check`, or start it with --tokenizer-mode hf."
             )
+        for path in target.directory.glob("sentence_*_config.json"):
+            if "max_seq_length" in (settings := read_json(path)):
+                notes.append(
+                    f"vLLM {self.version} takes {settings['max_seq_length']} tokens at most, by {path.name}, which is "
+                    f"for embeddings{', and lower-cases prompts' * bool(settings.get('do_lower_case'))}: remove it."
+                )
         if contexts[key] >= config.max_position_embeddings:
             return notes
         return [
