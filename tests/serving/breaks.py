@@ -54,7 +54,12 @@ BREAKS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
         "attention_conv": ("layers.0.attention_conv.base_kernel", lambda kernel: kernel.flip(0, 1)),
         "mlp_conv": ("layers.0.mlp_conv.kernel_projection.weight", torch.neg),
     },
-    "mlx eagle3": {"layer_ids": (CONFIG, one_layer_later), "norm": ("layers.0.hidden_norm.weight", rolled)},
+    "mlx eagle3": {
+        "layer_ids": (CONFIG, one_layer_later),
+        "norm": ("layers.0.hidden_norm.weight", rolled),
+        "lm_head": ("lm_head.weight", rolled),
+    },
+    "mlx eagle3 without effect": {"embeddings": ("embed_tokens.weight", rolled)},
     "mlx dflash": {
         "layer_ids": (CONFIG, in_dflash_config(target_layer_ids=[1, 2, 3])),
         "norm": ("hidden_norm.weight", rolled),
@@ -67,7 +72,7 @@ BREAKS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
 
 def damage(directory: Path, head: str, broken: str) -> None:
     """Changes one part of a served head's directory."""
-    name, change = BREAKS[head][broken]
+    name, change = (BREAKS[head] | BREAKS.get(f"{head} without effect", {}))[broken]
     if name == CONFIG:
         config = json.loads((directory / CONFIG).read_text())
         (directory / CONFIG).write_text(json.dumps(config | change(config)))

@@ -41,6 +41,8 @@ class TargetKind:
     step: int = 1
     """Number of steps along the circle to the next token. With 0 the target repeats its token, which heads that feed
     nothing back can predict."""
+    has_images: bool = False
+    """Whether the checkpoint is that of an image+text model."""
 
 
 SCALED = {"rope_parameters": LLAMA3_ROPE}
@@ -97,6 +99,7 @@ TARGETS = {
     "ernie4_5_moe": TargetKind("ernie4_5_moe", 1.8, ERNIE_EXPERTS),
     "qwen3_next": TargetKind("qwen3_next", 2.0, QWEN3_NEXT),
     "qwen3_5": TargetKind("qwen3_5_text", 1.5, QWEN3_5),
+    "qwen3_5_images": TargetKind("qwen3_5_text", 1.5, QWEN3_5, has_images=True),
     "qwen3_5_shared": TargetKind("qwen3_5_text", 1.0, QWEN3_5, shared=0.5, step=0),
 }
 INSIDE: dict[str, Any] = {"capture_layers": [1, 2, 3]}
@@ -217,7 +220,7 @@ SERVED = {
     },
     "mlx": {
         "draft_model": "*llama llama:1 llama:5 qwen3 mistral qwen2 qwen3_moe olmoe mixtral qwen2_moe granitemoe dots1",
-        "eagle3": "*qwen3_5 qwen3_5:1 qwen3_5:5",
+        "eagle3": "*qwen3_5 qwen3_5:1 qwen3_5:5 qwen3_5_images",
         "eagle3_small_vocabulary": "qwen3_5",
         "eagle3_own_lm_head": "qwen3_5",
         "eagle3_norms_before": "qwen3_5",

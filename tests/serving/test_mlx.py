@@ -1,9 +1,12 @@
 """Tests that MLX's counters equal ours, and that each of its traps is found."""
 
+import json
 import random
 import shlex
+import shutil
 import string
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.engines.mlx.engine import ENGINE, FAMILIES
 from mtptrain.engines.mlx.formats import keys_for_mlx_lm
 from mtptrain.engines.process import started
+from mtptrain.engines.requests import Questions
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.settings.evaluation import ServingConfig, ServingEngine
@@ -27,8 +31,9 @@ from tests.conftest import Run, make_target
 from tests.families import EXACT, EXPERTS, LOCAL_EXPERTS, SHARED_EXPERT, SIZES
 from tests.mtptrain.engines.conftest import export_head, head_config
 from tests.serving.breaks import BREAKS
-from tests.serving.cases import Case, cases_of, each
-from tests.serving.ours import OnDisk, Serve, check_equal, decoded_here
+from tests.serving.cases import EOS, HEADS, MAX_NEW_TOKENS, PROMPTS, Case, cases_of, each
+from tests.serving.ours import OnDisk, Serve, check_equal, decoded_here, served_from
+from tests.serving.test_generation_config import AS_GREEDY, HOT
 from tests.serving.workers import launch_of, run_readme
 
 TARGETS = {"eagle3": "qwen3_5", "dflash": "qwen3_5_shared", "draft_model": "llama"}
@@ -43,6 +48,59 @@ def test_mlx_counts_as_we_do(serve_by_mlx: Serve, case: Case) -> None:
 def test_what_is_moved_by_one_changes_the_counters(serve_by_mlx: Serve, case: Case) -> None:
     ours, theirs, counted = serve_by_mlx(case)
     assert theirs.counts != counted and theirs.tokens == [generation.tokens for generation in ours]
+
+
+@pytest.mark.slow
+def test_mlx_vlm_drafts_with_the_targets_embeddings_whatever_the_head_has(serve_by_mlx: Serve) -> None:
+    check_equal(serve_by_mlx, Case("eagle3", "qwen3_5", broken="embeddings"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head", "settings", "changed"), [
+    ("draft_model", {"kv_bits": 4, "quantized_kv_start": 0}, {"tokens", "counts"}),
+    ("eagle3", {"prefill_step_size": 7}, {"counts"}),
+    ("dflash", {"prefill_step_size": 7}, set()),
+])  # fmt: skip
+def test_keys_of_4_bits_change_answers_and_a_prompt_in_chunks_the_drafts_of_eagle3(
+    serve_by_mlx: Serve, monkeypatch: pytest.MonkeyPatch, head: str, settings: dict[str, int], changed: set[str]
+) -> None:
+    monkeypatch.setattr(type(ENGINE), "worker", Path(__file__).with_name("set_mlx_worker.py"))
+    monkeypatch.setenv("MLX_SETTINGS", json.dumps(settings))
+    ours, theirs, counted = serve_by_mlx(Case(head, TARGETS[head]))
+    equal = {"tokens": theirs.tokens == [each.tokens for each in ours], "counts": theirs.counts == counted}
+    assert {name for name, is_equal in equal.items() if not is_equal} == changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["draft_model", "eagle3"])
+def test_what_the_packages_apply_of_generation_config(
+    mlx_python: Path,
+    mlx_target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path: Path,
+    head: str,
+) -> None:
+    """mlx-vlm applies what the table says, and mlx-lm, which serves draft models, the ends alone."""
+    on_disk, prompts = mlx_target_of(TARGETS[head]), [prompt[-5:] for prompt in PROMPTS]
+    target_dir = shutil.copytree(on_disk.directory, tmp_path / "target")
+    state = head_of(head, TARGETS[head]).state_dict()
+    export_head(tmp_path / "head", "mlx", HEADS[head], state, target_dir)
+    served = replace(served_from(mlx_python, target_dir, tmp_path / "head"), facts={"method": head})
+    asked = Questions(prompts, MAX_NEW_TOKENS, [], manner="nothing")
+
+    def answers(file: dict[str, Any]) -> list[list[int]]:
+        write_json(target_dir / "generation_config.json", {"do_sample": False, "temperature": 0.0} | file)
+        return ENGINE.decode(served, ENGINE.job(served, 3, tmp_path), [asked])[0].tokens
+
+    ours = [each.tokens for each in decoded_here(on_disk.target, NoDrafter(), 0, prompts=prompts)]
+    end = next(each for each in ours if EOS not in each)[5]
+    cut = [each[: each.index(end) + 1] if end in each else each for each in ours]
+    assert answers({"eos_token_id": end}) == cut and {each[-1] for each in cut} >= {EOS, end}
+    files = {"hot": HOT, **AS_GREEDY}  # at temperature 50, because the target is sure of its tokens
+    files = {name: file | ({"temperature": 50.0} if file["temperature"] > 1 else {}) for name, file in files.items()}
+    hot = answers(files.pop("hot"))
+    applied = {*ENGINE.applies} & {*AS_GREEDY} if head == "eagle3" else set()
+    assert {name for name, file in files.items() if answers(file) == ours != hot} == applied
 
 
 @each({Case(*item): item[0] == "eagle3" for item in TARGETS.items()})

@@ -105,7 +105,8 @@ def mlx_target_of(target_of: TargetOf, tmp_path_factory: pytest.TempPathFactory)
 def serve_by_mlx(
     mlx_python: Path, mlx_target_of: TargetOf, head_of: HeadOf, tmp_path_factory: pytest.TempPathFactory
 ) -> Serve:
-    asked = QUESTIONS._replace(prompts=[prompt[:64] for prompt in QUESTIONS.prompts[:20]])
+    prompts = [*(prompt[:64] for prompt in QUESTIONS.prompts[:19]), max(QUESTIONS.prompts, key=len)]
+    asked = QUESTIONS._replace(prompts=prompts)
     return serve_by(MLX, mlx_python, mlx_target_of, head_of, tmp_path_factory.mktemp("mlx"), asked)
 
 

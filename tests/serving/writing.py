@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
@@ -22,6 +22,7 @@ from mtptrain.init_from.from_target import copy_first_layers
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target
 from tests.conftest import make_target
+from tests.families import TOKENS, VISION
 from tests.mimo import add_mimo_layer
 from tests.serving.breaks import damage
 from tests.serving.cases import CONTEXT_TOKENS, HEADS, TARGETS, Case
@@ -47,7 +48,19 @@ def make_served_target(directory: Path, kind: str) -> Path:
     model.save_pretrained(directory)
     if TARGETS[kind].model_type == "mimo":
         add_mimo_layer(directory)
+    if TARGETS[kind].has_images:
+        add_image_encoder(directory, model)
     return directory
+
+
+def add_image_encoder(directory: Path, model: PreTrainedModel) -> None:
+    """Writes a Qwen3.5 as an image+text model."""
+    vision = VISION | {"out_hidden_size": model.config.hidden_size}
+    config = AutoConfig.for_model("qwen3_5", text_config=model.config.to_dict(), vision_config=vision, **TOKENS)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.model.language_model.load_state_dict(model.base_model.state_dict())
+    whole.lm_head.load_state_dict(model.get_output_embeddings().state_dict())
+    whole.save_pretrained(directory)
 
 
 def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
