@@ -36,7 +36,7 @@ REPLACED = {
     r"train\.resume": "training continues from the newest checkpoint, and starts from scratch in another run_dir",
     r"(train\.)?learning_rate": "did you mean train.lr?",
     r"(train\.)?num_(train_)?epochs": "did you mean train.epochs?",
-    r"(train\.)?(train_|micro_|per_device_train_)batch_size|train\.batch_size": "did you mean train.batch_tokens?",
+    r"(train\.)?(train_|micro_|per_device_train_)?batch_size": "did you mean train.batch_tokens?",
     r"(.*\.)?max_(seq_len(gth)?|sequence_length|length)": "did you mean prompts.max_document_tokens?",
     r"(base_)?model(_name|_path|_name_or_path|\..*)?|target\.(model|name).*": "did you mean target.path?",
     r"(data|dataset)(_path|_name|\..*)?|prompts\.(data|dataset|files?)": "did you mean prompts.paths?",

@@ -52,7 +52,7 @@ WRONG_TYPES = {
 MEANT = {
     "train.lr": ("learning_rate", "train.learning_rate"),
     "train.epochs": ("num_epochs", "train.num_train_epochs"),
-    "train.batch_tokens": ("train.batch_size", "per_device_train_batch_size"),
+    "train.batch_tokens": ("train.batch_size", "batch_size", "per_device_train_batch_size"),
     "prompts.max_document_tokens": ("max_seq_length", "train.max_seq_len", "max_length"),
     "target.path": ("model", "model.path", "model_name_or_path", "target.model"),
     "prompts.paths": ("dataset", "data.path", "dataset_name", "prompts.files"),
