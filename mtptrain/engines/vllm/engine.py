@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import head_dim, key_heads
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import NEUTRAL
+from mtptrain.target.generation import NEUTRAL, GenerationDefaults, stored_generation
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
@@ -103,6 +104,12 @@ class Vllm(RunningEngine):
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         return limits.why_not(head, target)
+
+    def read_by(self, target: TargetFiles) -> GenerationDefaults:
+        """Returns the settings without those that transformers keeps from vLLM, as it does for _from_model_config."""
+        stored = stored_generation(target.directory, target.config)
+        unread: dict[str, Any] = {name: None for name in NEUTRAL if not hasattr(stored, name)}
+        return replace(target.generation, **unread)
 
     def why_it_fails(self, target: TargetFiles) -> str:
         temperature = target.generation.temperature or 0
