@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -129,7 +129,10 @@ def name_damaged_file(target_dir: Path) -> None:
 
 
 def weight_files(target_dir: Path) -> list[Path]:
-    """Returns a checkpoint's safetensors files; without an index, `model.safetensors` alone if there is one."""
+    """Returns a checkpoint's safetensors files; without an index, `model.safetensors` alone if there is one.
+
+    Raises UserError for files of which engines would read others.
+    """
     index, single = target_dir / INDEX, target_dir / "model.safetensors"
     if index.is_file():
         files = [target_dir / name for name in indexed_files(index)]
@@ -139,7 +142,9 @@ def weight_files(target_dir: Path) -> list[Path]:
                 "would read only the first; remove the one that does not belong to the checkpoint"
             )
     else:
-        files = [single] if single.is_file() else sorted(target_dir.glob("*.safetensors"))
+        found = sorted(target_dir.glob("*.safetensors"))
+        refuse_repeated([path for path in found])
+        files = [single] if single in found else found
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
         raise UserError(
@@ -148,6 +153,19 @@ def weight_files(target_dir: Path) -> list[Path]:
             "checkpoint"
         )
     return files
+
+
+def refuse_repeated(files: Sequence[Path]) -> None:
+    """Raises UserError if two files without an index hold the same tensor: engines take it from one or the other."""
+    first = dict[str, Path]()
+    for path in files if len(files) > 1 else ():
+        for name in tensor_shapes(path):
+            if (other := first.setdefault(name, path)) != path:
+                raise UserError(
+                    f"{path.parent}: without {INDEX}, must have one file with each tensor, but {name} is in "
+                    f"{other.name} and {path.name}, and vLLM reads both, transformers one; remove the file that does "
+                    "not belong to the checkpoint"
+                )
 
 
 def indexed_files(index: Path, advice: str = DOWNLOAD_AGAIN) -> list[str]:

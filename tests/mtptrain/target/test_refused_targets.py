@@ -156,6 +156,10 @@ IN_WEIGHTS: Cases = [
     (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
     (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
     (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
+    (
+        lambda target: save_tensors(target / "model_ema.safetensors", {UP: torch.ones(96, 64)}),
+        rf"one file with each tensor, but {UP} is in {WEIGHTS} and model_ema\.safetensors, and vLLM reads both",
+    ),
     (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNKNOWN.format("lm_head", NO_METHOD)),
     (added(**{EMBEDDINGS[:-7] + ".weight_scale": torch.ones(260, 1)}), UNQUANTISED.format(*[EMBEDDINGS[:-7]] * 2)),
 ]
@@ -230,6 +234,7 @@ def test_what_looks_like_damage_and_is_none_is_read(target: Path) -> None:
     # consolidated.safetensors repeats the weights of a checkpoint in another layout, and transformers ignores it.
     single, shard = target / WEIGHTS, target / "model-00001-of-00001.safetensors"
     shutil.copy(single, target / "consolidated.safetensors")
+    save_tensors(target / "mtp.safetensors", {"mtp.norm.weight": torch.ones(4)})
     assert weight_files(target) == [single]
     index({"weight_map": dict.fromkeys(load_file(single), shard.name)})(target)
     single.rename(shard)
