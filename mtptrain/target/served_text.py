@@ -39,6 +39,12 @@ OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
 TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}])
 DATES = ("date_string", "datetime")
 """Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
+KEPT = {
+    **dict.fromkeys(("preserve_thinking", "preserve_reasoning"), True),
+    **dict.fromkeys(("clear_thinking", "truncate_history_thinking", "drop_thinking"), False),
+}
+"""Variables that it sets if the server is not told otherwise, which keep the thoughts of earlier answers
+(common/jinja/caps.cpp)."""
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
@@ -151,7 +157,7 @@ def _developers_elsewhere(target: TargetFiles) -> Iterator[str]:
 def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares the modes that llama-server sets in a template, and the prompts of different days."""
     tokenizer = target.tokenizer
-    question, answered = _chats(tokenizer)
+    question, answered, asked_on = _chats(tokenizer)
     for tools in TOOLS if "enable_thinking" not in target.template_kwargs else ():
         ours, thinks, skips = (
             _rendered(tokenizer, *question, tools=tools, add_generation_prompt=True, **set_to)
@@ -165,6 +171,21 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             how = "sets enable_thinking, true where it finds thoughts in the template and else false, and for "
             mend += f"set +prompts.template_kwargs.enable_thinking={value}"
             yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
+            break
+    thought_of = [each | ({"reasoning_content": "c"} if each["role"] == "assistant" else {}) for each in asked_on]
+    for tools, chat in product(TOOLS, (asked_on, thought_of)):
+        ours, theirs, dropped = (
+            _rendered(tokenizer, *chat, tools=tools, **set_to)
+            for set_to in ({}, KEPT, {name: not value for name, value in KEPT.items()})
+        )
+        if ours != theirs:
+            read = sorted(names_in(tokenizer.get_chat_template(tools=tools)) & KEPT.keys())
+            mend = (
+                "start it with --no-reasoning-preserve, or " * (ours == dropped)
+                + "set "
+                + " and ".join(f"+prompts.template_kwargs.{name}={str(KEPT[name]).lower()}" for name in read)
+            )
+            yield _other_text(target, "llama-server", f"sets {', '.join(read)} and ", theirs, ours, mend)
             break
     undated = partial(_rendered, tokenizer, *answered, strftime_now="")  # "" if it is called
     dated = [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)]
@@ -268,9 +289,9 @@ def _other_text(target: TargetFiles, server: str, how: str, theirs: str, ours: s
 
 
 def _chats(tokenizer: PreTrainedTokenizerBase) -> list[list[dict[str, Any]]]:
-    """Returns a question, and one with its answer."""
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    return [_accepted(tokenizer, question), _accepted(tokenizer, question, answer)]
+    """Returns a question, one with its answer, and both with the question after them."""
+    chat = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}
+    return [_accepted(tokenizer, *chat[:length]) for length in (1, 2, 3)]
 
 
 def _accepted(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any]) -> list[dict[str, Any]]:

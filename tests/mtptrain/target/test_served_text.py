@@ -132,6 +132,26 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         "",
         ["enable_thinking=false makes '<.end.>a-' of one that is '<.end.>a.' here; start it with --reasoning on, or"],
     ),
+    "a token in a second turn that llama.cpp does not define": (
+        {JINJA: A + "{% if messages | length > 2 %}{{ pad_token }}{% endif %}"},
+        "",
+        [r"llama-server .* makes '<\|end\|>a' of one that is '<\|end\|>a<system>' here"],
+    ),
+    "thoughts of earlier answers": (
+        {JINJA: A + "{% if preserve_thinking %}{{ messages[1].reasoning_content }}{% endif %}"},
+        "",
+        ["sets preserve_thinking and makes '<.end.>ac' of one .* --no-reasoning-preserve, or set .*thinking=true$"],
+    ),
+    "an empty thought of earlier answers": (
+        {JINJA: A + "{% if messages[2] %}{{ '' if drop_thinking | default(true) or tools else '-' }}{% endif %}"},
+        "",
+        ["sets drop_thinking and makes '<.end.>a-' .* --no-reasoning-preserve, or set .*drop_thinking=false$"],
+    ),
+    "thoughts in a third manner": (
+        {JINJA: A + "{% if messages[2] and tools %}{{ clear_thinking }}{% endif %}"},
+        "",
+        ["sets clear_thinking and makes '<.end.>aFalse' of one that is '<.end.>a' here; set .*clear_thinking=false$"],
+    ),
     "no template": ({CONFIG: 5, LEGACY: [{"template": A}]}, "", []),
 }
 
