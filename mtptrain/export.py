@@ -72,8 +72,10 @@ def export(run: Run) -> None:
     if config.export.only_if_better and (why := why_not_better(compared(run, trained.sha256))):
         print(f"not exported: {why}; export.only_if_better=false exports it nevertheless")
         return
-    option = engine.sampled_drafts.get(config.head.name)
-    measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256, option)
+    path = config.acceptance_dir / "report.json"
+    report = read_sealed(path, MEASURE_AGAIN) if path.is_file() else {}
+    if report.get("head_sha256") != trained.sha256 or report["acceptance_length"] is None:
+        report = {}
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
     with stage_dir.replaced(config) as directory:
@@ -84,7 +86,7 @@ def export(run: Run) -> None:
         num_proposed = prove_equal_proposals(parts, trained.head, reload_head(directory, form))
         engine.compare(directory, form, run.target, config.serving)
         facts = read_json(head_json) if (head_json := trained.directory / "head.json").is_file() else {}
-        write_text(directory / README, readme(run, form, measured, output_dir, facts.get("data", {})))
+        write_text(directory / README, readme(run, form, report, output_dir, facts.get("data", {})))
         hide_homes(directory)
         written = {
             "engine": config.export.engine,
@@ -154,10 +156,9 @@ def reload_head(directory: Path, form: Format) -> Head:
     return head.eval()
 
 
-def measured_acceptance(path: Path, head_sha256: str, option: str | None) -> str:
+def measured_acceptance(report: Mapping[str, Any], option: str | None) -> str:
     """Returns what the README says about the head's acceptance. The engine samples its drafts with the option."""
-    report = read_sealed(path, MEASURE_AGAIN) if path.is_file() else {}
-    if report.get("head_sha256") != head_sha256 or report["acceptance_length"] is None:
+    if not report:
         return "Not measured: run `mtptrain acceptance` and export again."
     how = f"add {option}" if option else "the engine does not do that, and will accept another share"
     rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
@@ -184,13 +185,14 @@ def compared(run: Run, head_sha256: str) -> dict[str, Any]:
     return report
 
 
-def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mapping[str, Any]) -> str:
+def readme(run: Run, form: Format, report: Mapping[str, Any], output_dir: Path, data: Mapping[str, Any]) -> str:
     config, engine, is_chat = run.config, engine_of(run.config.export.engine), run.config.prompts.source.is_chat
     served = form.target_name(run.target.name_for_engines)
     hub = config.export.hub
     place = output_dir.resolve() if hub is None else download_dir(hub)
     download = "" if hub is None else f"hf download {hub} --local-dir {place}\n"
     launch = form.launch(served, place, config.acceptance.num_speculative_tokens)
+    launch += f" --dtype {report['dtype']}" if report and engine.takes_dtype else ""
     parts = [
         *([] if hub is None else [model_card(config, run.target)]),
         f"# Draft head for `{config.target.path}`",
@@ -198,7 +200,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path, data: Mappin
         f"`{form.architecture}`. Other versions may read it differently.",
         f"```\n{download}{launch}\n```",
         *filter(None, [engine.note_for_this_machine()]),
-        measured,
+        measured_acceptance(report, engine.sampled_drafts.get(config.head.name)),
         *([data_note(data, run.target.tokenizer)] if data else []),
         *engine.notes(run.target),
         *form.notes(),

@@ -123,6 +123,8 @@ class Engine(ABC):
     """How an engine is told not to apply them."""
     reads_gguf = False
     """Whether the engine serves a target as a GGUF file."""
+    takes_dtype = False
+    """Whether its server takes `--dtype`, without which it computes in that of config.json, and never in float32."""
     package = ""
     """The module by which Python imports the engine; empty if it has the engine's name in `export.engine`."""
 

@@ -123,6 +123,7 @@ class Sglang(Engine):
 
     name = "SGLang"
     version = "0.5.23"
+    takes_dtype = True
     formats = {  # noqa: RUF012 (never changed)
         "mtp": SglangMtp,
         "eagle": SglangEagle,

@@ -52,7 +52,7 @@ def test_the_settings_are_files_that_the_readmes_commands_use(tmp_path: Path, ti
         "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 7, 1], [8, 8, 0]],
     }
-    assert f"vllm serve 'a/new target' --speculative-config \"$(cat {tmp_path}/vllm.json)\"\n" in readme
+    assert f"vllm serve 'a/new target' --speculative-config \"$(cat {tmp_path}/vllm.json)\" --dtype float32\n" in readme
     assert "K = 3 from batch size 1, K = 1 from batch size 2" in readme
     found = "fastest K by requests in flight: 3 at 1, 1 at 2, 1 at 4, 0 at 8"
     assert said == f"{found}; settings and command: {tmp_path}/README.md"

@@ -93,7 +93,8 @@ def test_an_export_holds_all_that_serving_needs(
         TARGET_WEIGHTS: weights_fingerprint(deep_target),
     }
     readme = (directory / "README.md").read_text()
-    assert form.launch(str(deep_target), directory.resolve(), 3) in readme
+    dtype = "" if engine == "transformers" else " --dtype float32"  # else vLLM and SGLang make it 16 bits
+    assert form.launch(str(deep_target), directory.resolve(), 3) + f"{dtype}\n```" in readme
     assert "Acceptance length 2.500 (bonus token included), rate by position 0.750, 0.500, 0.250" in readme
     assert "Requests that leave settings out (repetition_penalty 1.05): 2.250." in readme
     assert all(note in readme for note in form.notes())

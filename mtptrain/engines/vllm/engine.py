@@ -76,6 +76,7 @@ CONTEXTS = (
 class Vllm(RunningEngine):
     name = "vLLM"
     version = client.VERSION
+    takes_dtype = True
     formats = {  # noqa: RUF012 (never changed)
         "mtp": formats.VllmMtp,
         "native_mtp": formats.VllmNativeMtp,
@@ -211,7 +212,7 @@ class Vllm(RunningEngine):
         return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
             f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
             "which takes time that the measured engine without drafts does not spend.\n\n"
-            f"```bash\nvllm serve {shlex.quote(str(model))} {draft}\n```"
+            f"```bash\nvllm serve {shlex.quote(str(model))} {draft} --dtype {served.dtype}\n```"
         )
 
 
