@@ -1,5 +1,6 @@
 """Export formats of SGLang 0.5.23 (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py, dflash.py)."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from mtptrain.engines.mimo import MimoLayer
 from mtptrain.engines.vllm.formats import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
 from mtptrain.heads.base import Tensors
 from mtptrain.settings.heads import HeadConfig, MtpConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.generation import as_ids
 
 _STREAMS_FOR_ALL = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "gemma4_unified_text", "glm4_moe_lite"),
@@ -38,6 +41,15 @@ Those classes have `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture
 """
 BLOCK_METHODS = ("DFLASH", "DSPARK")
 """Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""
+
+
+ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Added tokens at which SGLang ends answers, whatever the files say (srt/utils/hf_transformers/common.py)."""
+NAMED = (
+    r"\bpoints\b|moss.*vl|internvl|janus|vicuna|llava-(v1\.5|next-video-(7b|34b)|v1\.6-(yi-)?34b|onevision-qwen2)|"
+    r"deepseek(.*vl2|-ocr)|minicpm-[vo](?!-4[._][67])|phi-4-multimodal|unlimited|paddleocr|whisper"
+)
+"""Parts of a target's path for which SGLang takes a chat template of its own (srt/parser/conversation.py)."""
 
 
 class SglangFormat(Format):
@@ -138,6 +150,20 @@ class Sglang(Engine):
         **{"min_p": Applied.without_drafts, "eos_token_ids": Applied.yes, "tokenizer_eos_token_id": Applied.yes},
     }
     defaults = {"temperature": 1.0}  # noqa: RUF012
+
+    def ends_of(self, target: TargetFiles) -> list[int]:
+        """Returns the ends of config.json too, which SGLang joins with those of generation_config.json."""
+        added = target.tokenizer.get_added_vocab()
+        own = [*as_ids(target.config.eos_token_id), *(added[text] for text in ENDS if text in added)]
+        return [*dict.fromkeys(super().ends_of(target) + own)]
+
+    def notes(self, target: TargetFiles) -> list[str]:
+        named = re.search(NAMED, target.name_for_engines, re.IGNORECASE)
+        note = (
+            f"{self.name} {self.version} makes prompts of chats by a template of its own if the target's path has "
+            f"`{named and named[0]}`: start it with `--chat-template FILE.jinja` and the target's own template."
+        )
+        return super().notes(target) + [note] * bool(named)
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         if head.name in WITH_STREAMS:

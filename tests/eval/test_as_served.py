@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,18 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     other = run_with(target, "vllm", eos_token_id=[3]).target
     for name, missed in (("vllm", ""), ("transformers", "at 256 ("), ("openvino", "at 256 ("), ("llama_cpp", "at 3 (")):
         assert missed in (said := engine_of(name).ends_note(other)) and bool(said) is bool(missed)
+    (target / "config.json").write_text(json.dumps(json.loads(config) | {"eos_token_id": [3, 4]}))
+    other = run_with(target, "sglang", eos_token_id=[3]).target
+    other.tokenizer.add_tokens(["<|eom_id|>"], special_tokens=True)
+    other.config.vocab_size += 1
+    assert engine_of("sglang").ends_of(other) == [3, EOS, 4, 260]
+    assert re.search(
+        r"SGLang 0.5.23 ends answers at 4 \(.*, 260 \(<.eom_id.>\) too", engine_of("sglang").ends_note(other)
+    )
+    (target / "config.json").write_text(config)
+    named = replace(run_with(target, "sglang").target, path="org/Wizard-Vicuna-7B")
+    assert "if the target's path has `Vicuna`: start it with `--chat-template" in engine_of("sglang").notes(named)[-1]
+    assert "--chat-template" not in str(engine_of("sglang").notes(replace(named, path="org/viewpoints")))
     silent = run_with(target, "vllm", eos_token_id=None).target
     assert engine_of("openvino").ends_of(silent) == [EOS] and engine_of("openvino").ends_of(other) == [3]
     silent.tokenizer.eos_token = None
