@@ -116,6 +116,8 @@ def check(config: PipelineConfig) -> None:
         )
     if has_format(config.head.name):
         check_exportable(config)
+    else:
+        warn(f"head: no engine has a class for {config.head.name}, so the run ends with its acceptance")
     check_engines(config)
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
@@ -323,10 +325,13 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
         return
     if config.export.only_if_better and why_not_better(report):
         return  # the export has said so
-    same = shlex.join(overrides)
+    engine = str(config.export.engine)
+    print(f"{export.parent} has the head, and its README.md the command that serves it.")
+    if engine not in ServingEngine.__members__:
+        return
+    same = shlex.join([*overrides, *([] if engine == config.serving.engine else [f"serving.engine={engine}"])])
     print(
-        f"{export.parent} has the head, and its README.md the command that serves it. "
-        f"{'Measure again' if bench else 'What an engine makes of it'}:\n"
+        f"{'Measure again' if bench else 'What the engine makes of it'}:\n"
         f"  mtptrain serving-check {same}    # the engine's counters beside ours\n"
         f"  mtptrain serving-bench {same}    # latency and tokens/s with and without drafts"
     )

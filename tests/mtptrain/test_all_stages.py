@@ -60,7 +60,26 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     (tmp_path / "report.html").touch()
     all_stages.print_summary(config, [], [])
     assert f"{tmp_path}/report.html shows it\n" in capsys.readouterr().out
+    with pytest.warns(match="no engine has a class for hydra, so the run ends with its acceptance"):
+        all_stages.check(config)
 
+
+def test_a_run_ends_with_commands_for_the_engine_of_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for engine, command in ENDS.items():
+        folder = tmp_path / engine
+        config = make_config(f"acceptance.output_dir={folder}", f"export.engine={engine}")
+        speed = {"head": {"tokens_per_s": 30.0}}
+        report = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
+        folder.mkdir()
+        write_sealed(folder / "report.json", report)
+        all_stages.print_summary(config, [], ["recipe=mtp"])
+        _, _, commands = capsys.readouterr().out.partition("the command that serves it.\n")
+        assert commands.partition("serving-check ")[2].partition("    #")[0] == command
+
+
+ENDS = {"vllm": "recipe=mtp", "mlx": "recipe=mtp serving.engine=mlx", "sglang": ""}
 
 ALONE = "train 1, hidden-states 1, choose-head 1, acceptance 1, prompts 1, engines 1"
 RANKS = {  # for each number of GPUs and their memory

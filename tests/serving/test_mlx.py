@@ -189,12 +189,19 @@ def test_an_export_that_mlx_lm_computes_otherwise_or_not_at_all_is_refused(
 def test_the_readme_of_a_draft_models_export_starts_a_server(
     run_of: Callable[[str], Run], mlx_python: Path, tmp_path: Path
 ) -> None:
+    """Its greedy answers are those without drafts, of prompts that begin alike too, and no warning is logged."""
     program, *arguments = shlex.split(launch_of(run_of("mlx draft_model")[0] / "export/mlx"))
-    with started(program, [mlx_python.parent / program, *arguments], tmp_path / "log") as server:
-        server.wait()
-        asked = {"prompt": "def main", "max_tokens": 8}
-        [choice] = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60.0).json()["choices"]
-        assert choice["text"]
+    plain = arguments[: arguments.index("--draft-model")]
+    answers = []
+    for number, options in enumerate((arguments, plain)):
+        log = tmp_path / f"log{number}"
+        with started(program, [mlx_python.parent / program, *options], log) as server:
+            server.wait()
+            asked = [{"prompt": prompt, "max_tokens": 16, "temperature": 0} for prompt in ("def main", "def f", "if x")]
+            posted = [httpx.post(f"{server.url}/v1/completions", json=each, timeout=60.0) for each in asked * 2]
+            answers.append([each.json()["choices"][0]["text"] for each in posted])
+        assert "does not match" not in log.read_text()  # the tokenizers of target and draft model
+    assert answers[0] == answers[1] and all(answers[0])
 
 
 @pytest.mark.slow
