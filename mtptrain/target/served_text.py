@@ -61,6 +61,8 @@ TEXT = "It's  12345 words\n\n a"
 """Is cut in other places by other rules for words, numbers and spaces."""
 UNNAMED = {"llama": "CodeLlamaTokenizer"}
 """The class that transformers 5.5 takes for a family, and later ones do not, if no file names one."""
+RESTORED = r"((Code)?Llama|Gemma)Tokenizer(Fast)?|CohereTokenizerFast"
+"""Classes whose add_bos_token SGLang reads, true by default, where transformers takes the post-processor alone."""
 FLAGS, NOT_OF_PHI = ("lstrip", "rstrip", "single_word"), ("<unk>", "<s>", "<|endoftext|>")
 """What llama.cpp b11434 does not read of added tokens; in a file that `general.name` calls a phi-3, all but three strip
 the space after them (src/llama-vocab.cpp)."""
@@ -389,25 +391,49 @@ def _cut(load: Callable[[], Any], texts: Sequence[str]) -> list[Any]:
         return [error_summary(error)] * len(texts)
 
 
+def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Returns the tokens that a tokenizer puts before and after a text."""
+    ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), 0)
+    return ids[:start], ids[start + len(plain) :]
+
+
+def _restored(target: TargetFiles) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer with the post-processor that SGLang 0.5.23 gives it (srt/utils/hf_transformers)."""
+    tokenizer, path = deepcopy(target.tokenizer), target.directory / CONFIG
+    settings = read_json(path) if path.is_file() else {}
+    adds_bos = settings.get("add_bos_token")
+    wanted = {"add_bos_token": adds_bos is None or adds_bos, "add_eos_token": False}
+    if re.fullmatch(RESTORED, settings.get("tokenizer_class") or "") and any(
+        getattr(tokenizer, name, None) != value for name, value in wanted.items()
+    ):
+        for name, value in wanted.items():
+            setattr(tokenizer, name, value)
+    return tokenizer
+
+
 def texts_elsewhere(documents: Sequence[NDArray[Any]], target: TargetFiles) -> Iterator[str]:
     """Yields how a server begins or ends texts otherwise than documents [S each] and each other, and what to do."""
     yield from tokens_elsewhere(target)
     tokenizer, llama = target.tokenizer, llama_tokens(target)
-    ids, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
-    start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), 0)
-    first, last = ids[:start], ids[start + len(plain) :]
+    (first, last), (restored_first, restored_last) = map(_added, (tokenizer, _restored(target)))
+    firsts = {"SGLang": (restored_first, f"set add_bos_token in {CONFIG} to {str(bool(first)).lower()}")}
     if llama.unknown:
         yield llama.unknown
-    elif llama.first != first:
-        ours, theirs = (repr(tokenizer.decode(each)) if each else "no token" for each in (first, llama.first))
+    else:
         override = OVERRIDE.format("bos", str(bool(first)).lower())
         if first and first != [llama.ids["bos"]]:
             override += f" and --override-kv {TOKENIZER}bos_token_id=int:{first[0]}"
-        yield (
-            f"{target.directory}: llama-server should begin texts with {ours}, as the tokenizer, and so vLLM and "
-            f"SGLang, but begins them with {theirs}; start it with {override}"
-        )
-    sides = {"vLLM and SGLang, as the tokenizer does": last, "llama-server": llama.adds["eos"] and not llama.unknown}
+        firsts["llama-server"] = llama.first, f"start it with {override}"
+    for server, (tokens, mend) in firsts.items():
+        if tokens != first:
+            ours, theirs = (repr(tokenizer.decode(each)) if each else "no token" for each in (first, tokens))
+            yield (
+                f"{target.directory}: {server} should begin texts with {ours}, as the tokenizer, and so vLLM, but "
+                f"begins them with {theirs}; {mend}"
+            )
+    sides = {"vLLM, as the tokenizer does": bool(last), "SGLang": bool(restored_last)}
+    sides["llama-server"] = llama.adds["eos"] and not llama.unknown
     if enders := ", and ".join(name for name, side in sides.items() if side):
         end = tokenizer.decode(last or [llama.ids["eos"]])
         yield (

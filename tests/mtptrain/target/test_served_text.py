@@ -424,6 +424,19 @@ def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(
     target.tokenizer.bos_token = "<user>"  # which it does not add, and `text_files` do
     [found] = texts_elsewhere([np.array([258, 1])], target)
     assert "with 0 <user>, as the tok" in found and "; begin the text of each prompt with <user>, or give" in found
+    path, tokenizer = target.directory / CONFIG, make_tokenizer(None)
+    tokenizer.bos_token, tokenizer.backend_tokenizer.post_processor = "<user>", ByteLevel()
+    tokenizer.save_pretrained(target.directory)
+    settings = json.loads(path.read_text())
+    for added, class_name, said in (
+        (True, "LlamaTokenizerFast", "SGLang should begin texts with no token, .* with '<user>'; set add_bos_.* false"),
+        (None, "LlamaTokenizerFast", "SGLang should begin texts with no token"),
+        (False, "LlamaTokenizerFast", ""),
+        (True, "PreTrainedTokenizerFast", ""),
+    ):
+        path.write_text(json.dumps(settings | {"tokenizer_class": class_name, "add_bos_token": added}))
+        found = " ".join(texts_elsewhere([], TargetFiles(target.directory)))
+        assert re.search(said, found) and bool(said) is ("SGLang" in found), found
     directory = make_target(tmp_path / "target")
     for pre, added, said in (
         ("gpt-2", {}, []),
