@@ -100,6 +100,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     run = Run(make_config(f"target.path={target}", f"target.gguf={gguf}", "export.engine=llama_cpp"))
     assert served_settings(run)["as_served_sampled"]["temperature"] == 0.5
     assert "llama.cpp never answers [3, 5], and our loop may." in engine_of("llama_cpp").notes(run.target)[-1]
+    assert "adds a grammar" not in str(engine_of("llama_cpp").notes(run.target))
+    run.target.tokenizer.chat_template += "{% if tools %}{{ tools | tojson }}{% endif %}"
+    assert "To requests with tools, llama-server adds a grammar" in engine_of("llama_cpp").notes(run.target)[-2]
     note = engine_of("transformers").defaults_note(
         GenerationDefaults(processors={"max_time": 2, "stop_strings": ["x"]})
     )

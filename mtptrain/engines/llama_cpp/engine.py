@@ -46,6 +46,11 @@ RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
     "answer: ours are counted by the same rules."
 )
+TOOLS_NOTE = (
+    "To requests with tools, llama-server adds a grammar, by which a call that has begun takes the form of the chat "
+    "template: calls then differ where the target would write others, and drafts of others are rejected. It does not "
+    'with `"tool_choice": "none"`.'
+)
 LLAMAS = tuple(family for family, name in ARCHITECTURE_OF.items() if name == ARCHITECTURE_OF["llama"])
 """Families that llama.cpp runs with its class of Llama."""
 FAMILIES_WITH_STREAMS = ("llama", "mistral", "qwen3", "qwen3_moe")
@@ -119,7 +124,8 @@ class LlamaCpp(RunningEngine):
     def notes(self, target: TargetFiles) -> list[str]:
         suppressed = target.gguf_metadata.get(f"{TOKENIZER}suppress_tokens", [])
         note = f"{target.gguf} suppresses tokens: {self.name} never answers {suppressed}, and our loop may."
-        return super().notes(target) + [note] * bool(suppressed)
+        with_tools = "tools" in str(target.tokenizer.chat_template)
+        return super().notes(target) + [TOOLS_NOTE] * with_tools + [note] * bool(suppressed)
 
     def found(self, key: str) -> tuple[str, str] | None:
         with suppress(UserError):
