@@ -6,6 +6,7 @@ several GPUs for one stage, start `mtptrain` with torchrun:
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """
 
+import os
 import sys
 from difflib import get_close_matches
 
@@ -23,7 +24,7 @@ def main() -> None:
         return
     with guarded_imports():  # after the help, which should not wait for Hydra
         from mtptrain.cli.program import run_stage
-        from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
+        from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_REFUSED, exit_with_line
 
     if stage not in STAGES:
         near = get_close_matches(stage, STAGES, n=1)
@@ -35,6 +36,9 @@ def main() -> None:
     except KeyboardInterrupt:
         # between imports: during one, the process ends at once, and later the program handles it
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+        sys.exit(EXIT_REFUSED)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Tests that the help of a stage has all its settings, with what they mean, in columns that fit a terminal."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -38,3 +41,12 @@ def test_help_has_the_values_of_a_recipe_and_the_settings_of_a_head(capsys: pyte
     assert "draft_vocab_size          8192            Size D" in shown and "lr                        1e-05" in shown
     print_help("train", ["head=eagle3"])
     assert "draft_vocab_size          null            Size D" in capsys.readouterr().out
+
+
+def test_help_says_nothing_once_its_reader_has_ended() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mtptrain", "plan", "--help"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
