@@ -46,12 +46,13 @@ from mtptrain.engines.table import check_exportable, has_format, running_engine
 from mtptrain.engines.verdict import bench_of, verdict, why_not_better
 from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.init_from.published import resolve_init
-from mtptrain.init_from.start import check_one_start
+from mtptrain.init_from.start import check_one_start, check_start
 from mtptrain.planning.plan import Plan, duration, print_plan
 from mtptrain.run_dir import Run
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import config_dir
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.deepspeed_engine import check_deepspeed
@@ -119,6 +120,7 @@ def check(config: PipelineConfig) -> None:
     else:
         warn(f"head: no engine has a class for {config.head.name}, so the run ends with its acceptance")
     check_engines(config)
+    check_start(config.head, TargetFiles(config_dir(config.target.path, config.target.revision)))
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)

@@ -173,6 +173,12 @@ def check_one_start(config: HeadConfig) -> None:
         )
 
 
+def check_start(config: HeadConfig, target: TargetFiles) -> None:
+    """Refuse a head of `head.init_from` that training would refuse, where both it and the target are on this disk."""
+    if config.init_from is not None and Path(config.init_from).exists() and any(target.directory.glob("*.safetensors")):
+        load_init(config.init_from, config, target)
+
+
 def load_head(
     path: str, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[Path, Head]:

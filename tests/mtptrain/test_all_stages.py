@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from mtptrain import all_stages
 from mtptrain.cli.program import stage_command
@@ -24,7 +25,7 @@ from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.stage_dir import STAGE, StageDir
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, write_sealed
+from mtptrain.utils.files import read_sealed, save_tensors, write_sealed
 from tests.conftest import PLAIN, Run, make_config
 from tests.mtptrain.engines.conftest import target_config
 from tests.programs import ROOT, run_ranks
@@ -255,6 +256,11 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
         all_stages.check(make_config(*STREAMED.split()))
         with pytest.warns(match="hidden_states.backend=transformers"):
             all_stages.check(make_config(*MISSING.split(), "hidden_states.backend=vllm"))
+        (other := tmp_path / "head").mkdir()
+        (other / "config.json").write_text("{}")
+        save_tensors(other / "model.safetensors", {"a": torch.zeros(1)})
+        with pytest.raises(UserError, match=r"head\.init_from: must hold head\.json, a model with an MTP layer"):
+            all_stages.check(make_config(f"head.init_from={other}"))
         with pytest.raises(UserError, match="to export head eagle3 for vllm"):
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     servers = ("hidden_states.backend=vllm", "hidden_states.servers=[http://a:1]", "responses.url=http://b:1/v1")
