@@ -65,15 +65,20 @@ from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed
 from mtptrain.utils.startup import started_stage
 
+NUM_THREADS = torch.get_num_threads()
+"""Threads with which stages compute. The process that forks them computes with one: a fork waits forever for others."""
+
 
 def main(config: PipelineConfig) -> None:
+    is_plan = started_stage() == "plan"
+    torch.set_num_threads(NUM_THREADS if is_plan else 1)
     check(config)
     hydra = HydraConfig.get()
     if hydra.mode is RunMode.MULTIRUN:
         if hydra.job.num == 0:
             check_variants([each for each in sys.argv[1:] if "=" in each and not each.startswith("-")])
         print(f"\n==== {config.run_dir}")
-    if started_stage() == "plan":
+    if is_plan:
         print_plan(config)
     else:
         run_stages(config, [*(x for x in sys.argv[1:] if x.startswith("hydra.searchpath=")), *hydra.overrides.task])
@@ -264,7 +269,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     code: object = 1
     try:
         # A fork renews its pool when torch is told the number of threads, and aborts if several tell it at once.
-        torch.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(NUM_THREADS)
         GlobalHydra.instance().clear()
         sys.argv[1:] = overrides
         program.run_stage(name)
@@ -297,6 +302,7 @@ def print_stages(config: PipelineConfig, stages: Sequence[tuple[str, Stage, Runn
 
 def planned_seconds(config: PipelineConfig) -> dict[str, float]:
     """Returns the seconds of stages by their names. Raises UserError if the disk is too small."""
+    torch.set_num_threads(NUM_THREADS)
     plan = Plan(config)
     plan.check_disk()
     return plan.seconds

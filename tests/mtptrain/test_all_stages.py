@@ -228,6 +228,36 @@ all_stages.run_stage("train", [], 1)
     assert (process.communicate(timeout=60)[1], process.returncode) == (line, 130)
 
 
+NO_NORMS = ("head.norm_before_fc=false", "head.norm_output=false")
+FORKS = """
+import os, signal, sys, torch
+from mtptrain import all_stages
+from mtptrain.cli import program
+
+def run_stages(config, overrides):
+    for compute in (lambda: all_stages.planned_seconds(config), lambda: torch.ones(10**7).exp().sum()):
+        if (process := os.fork()) == 0:
+            torch.set_num_threads(all_stages.NUM_THREADS)
+            compute()
+            os._exit(0)
+        assert os.waitpid(process, 0)[1] == 0
+    print("computed")
+
+all_stages.run_stages = run_stages
+program.run_stage("run")
+"""
+
+
+def test_what_is_checked_before_the_stages_starts_no_threads_for_which_forks_would_wait(tmp_path: Path) -> None:
+    settings = [f"run_dir={tmp_path}", "export.engine=openvino", *NO_NORMS]
+    two = os.environ | {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
+    command = [sys.executable, "-c", FORKS, "recipe=quickstart_eagle3", *settings]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=two, capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert "computed" in ended.stdout, ended.stderr
+
+
 MISSING = "serving.engine=vllm serving.program=/none/python"
 STREAMED = "train.stream=true train.epochs=1"
 REFUSED = {
