@@ -143,7 +143,7 @@ def weight_files(target_dir: Path) -> list[Path]:
             )
     else:
         found = sorted(target_dir.glob("*.safetensors"))
-        refuse_repeated([path for path in found])
+        refuse_repeated([path for path in found if not path.name.startswith("consolidated")])
         files = [single] if single in found else found
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
