@@ -3,8 +3,8 @@
 #
 # Versions: mlx and mlx-cpu 0.32.4, mlx-lm 0.32.2, Python 3.11, Linux; a random Llama of two layers, and a noisy copy of it as draft.
 # Expected: as after plain decoding, the cache that was passed in holds the prompt and the whole answer, so that a second turn goes on.
-# Behaviour: where the target itself wrote the answer's last token, its keys are in no cache, and those of the draft model lack one or
-#   two more. `mlx_lm.server` stores both caches under prompt and answer, and trims them by that length for a request that begins
+# Behaviour: where the target itself wrote the answer's last token, its keys are in no cache; the draft model's lacks one or two tokens in
+#   all, also where that token was its own draft. `mlx_lm.server` stores both caches under prompt and answer, and trims them by that length for a request that begins
 #   alike: its greedy answers with a draft model are then not those without (a shared first token was enough).
 #   `--prompt-cache-size 0` avoids it.
 # Seen: plain decoding leaves all tokens in 20 of 20 caches; with drafts fewer than 20, and of equal first answers some go on otherwise.

@@ -70,7 +70,7 @@ def test_a_run_ends_with_commands_for_the_engine_of_its_export(
 ) -> None:
     for engine, command in ENDS.items():
         folder = tmp_path / engine
-        config = make_config(f"acceptance.output_dir={folder}", f"export.engine={engine}")
+        config = make_config(f"acceptance.output_dir={folder}", f"export.engine={engine}", "head=draft_model")
         speed = {"head": {"tokens_per_s": 30.0}}
         report = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
         folder.mkdir()
@@ -78,8 +78,11 @@ def test_a_run_ends_with_commands_for_the_engine_of_its_export(
         all_stages.print_summary(config, [], ["recipe=mtp"])
         _, _, commands = capsys.readouterr().out.partition("the command that serves it.\n")
         assert commands.partition("serving-check ")[2].partition("    #")[0] == command
+        bench = f"{command} {AT_ONCE}" if engine == "mlx" else command
+        assert commands.partition("serving-bench ")[2].partition("    #")[0] == bench
 
 
+AT_ONCE = "'serving_bench.concurrency=[1]'"
 ENDS = {"vllm": "recipe=mtp", "mlx": "recipe=mtp serving.engine=mlx", "sglang": ""}
 
 ALONE = "train 1, hidden-states 1, choose-head 1, acceptance 1, prompts 1, engines 1"
