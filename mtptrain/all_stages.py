@@ -337,7 +337,7 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
     print(f"{export.parent} has the head, and its README.md the command that serves it.")
     if engine not in ServingEngine.__members__:
         return
-    is_alone = config.head.name in getattr(running_engine(engine), "one_at_a_time", ())
+    is_alone = config.head.name in running_engine(engine).one_at_a_time
     alone = " 'serving_bench.concurrency=[1]'" * (is_alone and max(config.serving_bench.concurrency) > 1)
     same = shlex.join([*overrides, *([] if engine == config.serving.engine else [f"serving.engine={engine}"])])
     print(

@@ -254,6 +254,8 @@ class RunningEngine(Engine):
 
     requests_in_flight = 1
     """Number of requests that a check keeps in flight if no setting names another."""
+    one_at_a_time: Sequence[str] = ()
+    """The heads with which it decodes one request at a time."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
     environment: Mapping[str, str] = MappingProxyType({})
@@ -278,6 +280,11 @@ class RunningEngine(Engine):
 
     def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
         """Raises UserError if the engine cannot run a benchmark with a head and this many requests in flight."""
+        if concurrency > 1 and head_name in self.one_at_a_time:
+            raise UserError(
+                f"serving_bench.concurrency: must be [1] with head {head_name} in {self.name}, which decodes one "
+                f"request at a time with it, but goes up to {concurrency}; set serving_bench.concurrency=[1]"
+            )
 
     def report_types(self, target: TargetFiles, serving: ServingConfig, dtype: str) -> dict[str, str | None]:
         """Returns entries of a report: what chose the type of the weights. `dtype` is None if that setting did not."""
@@ -335,8 +342,6 @@ class WorkerEngine(RunningEngine):
     """How the engine counts, as a report says it."""
     num_last = 0
     """Number of tokens at the end of an answer that never count as accepted drafts."""
-    one_at_a_time: Sequence[str]
-    """The heads with which it decodes one request at a time."""
 
     @property
     def find(self) -> str:
@@ -349,13 +354,6 @@ class WorkerEngine(RunningEngine):
         if version != (tested := " ".join(self.packages.values())):
             warn_of_version(" ".join(self.packages), tested, version, f"serving.program={python}")
         return python
-
-    def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
-        if concurrency > 1 and head_name in self.one_at_a_time:
-            raise UserError(
-                f"serving_bench.concurrency: must be [1] with head {head_name} in {self.name}, which decodes one "
-                f"request at a time with it, but goes up to {concurrency}; set serving_bench.concurrency=[1]"
-            )
 
     def job(self, served: Served, num_drafts: int, scratch_dir: Path) -> dict[str, Any]:
         """Returns what all jobs of the worker have. It may keep files in `scratch_dir`."""

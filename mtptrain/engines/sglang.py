@@ -158,12 +158,13 @@ class Sglang(Engine):
         return [*dict.fromkeys(super().ends_of(target) + own)]
 
     def notes(self, target: TargetFiles) -> list[str]:
-        named = re.search(NAMED, target.name_for_engines, re.IGNORECASE)
-        note = (
-            f"{self.name} {self.version} makes prompts of chats by a template of its own if the target's path has "
-            f"`{named and named[0]}`: start it with `--chat-template FILE.jinja` and the target's own template."
-        )
-        return super().notes(target) + [note] * bool(named)
+        notes = super().notes(target)
+        if named := re.search(NAMED, target.name_for_engines, re.IGNORECASE):
+            notes.append(
+                f"{self.name} {self.version} makes prompts of chats by a template of its own if the target's path has "
+                f"`{named[0]}`: start it with `--chat-template FILE.jinja` and the target's own template."
+            )
+        return notes
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         if head.name in WITH_STREAMS:

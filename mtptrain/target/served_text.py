@@ -82,7 +82,8 @@ def chats_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Yields how some servers render chats otherwise than they are rendered here, and what to do about it."""
     yield from tokens_elsewhere(target)
     yield from _templates_elsewhere(target)
-    for each in (_llama_tokens_elsewhere, _developers_elsewhere, _modes_elsewhere, _lists_elsewhere, _ends_elsewhere):
+    yield from _llama_tokens_elsewhere(target)
+    for each in (_developers_elsewhere, _modes_elsewhere, _thoughts_elsewhere, _lists_elsewhere, _ends_elsewhere):
         yield from each(target)
 
 
@@ -159,7 +160,7 @@ def _developers_elsewhere(target: TargetFiles) -> Iterator[str]:
 def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
     """Compares the modes that llama-server sets in a template, and the prompts of different days."""
     tokenizer = target.tokenizer
-    question, answered, asked_on = _chats(tokenizer)
+    question, answered, _ = _chats(tokenizer)
     for tools in TOOLS if "enable_thinking" not in target.template_kwargs else ():
         ours, thinks, skips = (
             _rendered(tokenizer, *question, tools=tools, add_generation_prompt=True, **set_to)
@@ -173,21 +174,6 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
             how = "sets enable_thinking, true where it finds thoughts in the template and else false, and for "
             mend += f"set +prompts.template_kwargs.enable_thinking={value}"
             yield _other_text(target, "llama-server", f"{how}enable_thinking={value} ", theirs, ours, mend)
-            break
-    thought_of = [each | ({"reasoning_content": "c"} if each["role"] == "assistant" else {}) for each in asked_on]
-    for tools, chat in product(TOOLS, (asked_on, thought_of)):
-        ours, theirs, dropped = (
-            _rendered(tokenizer, *chat, tools=tools, **set_to)
-            for set_to in ({}, KEPT, {name: not value for name, value in KEPT.items()})
-        )
-        if ours != theirs:
-            read = sorted(names_in(tokenizer.get_chat_template(tools=tools)) & KEPT.keys())
-            mend = (
-                "start it with --no-reasoning-preserve, or " * (ours == dropped)
-                + "set "
-                + " and ".join(f"+prompts.template_kwargs.{name}={str(KEPT[name]).lower()}" for name in read)
-            )
-            yield _other_text(target, "llama-server", f"sets {', '.join(read)} and ", theirs, ours, mend)
             break
     undated = partial(_rendered, tokenizer, *answered, strftime_now="")  # "" if it is called
     dated = [each for each in TOOLS if _rendered(tokenizer, *answered, tools=each) and not undated(tools=each)]
@@ -207,6 +193,24 @@ def _modes_elsewhere(target: TargetFiles) -> Iterator[str]:
                 f"llama-server sets {name}, which the chat template reads, to today's; set "
                 f"+prompts.template_kwargs.{name} to a day, and send it in each request"
             )
+
+
+def _thoughts_elsewhere(target: TargetFiles) -> Iterator[str]:
+    """Compares chats of two turns, with and without thoughts, with variables by which llama-server keeps these."""
+    tokenizer = target.tokenizer
+    *_, asked_on = _chats(tokenizer)
+    thought_of = [each | ({"reasoning_content": "c"} if each["role"] == "assistant" else {}) for each in asked_on]
+    for tools, chat in product(TOOLS, (asked_on, thought_of)):
+        ours, theirs, dropped = (
+            _rendered(tokenizer, *chat, tools=tools, **set_to)
+            for set_to in ({}, KEPT, {name: not value for name, value in KEPT.items()})
+        )
+        if ours != theirs:
+            read = sorted(names_in(tokenizer.get_chat_template(tools=tools)) & KEPT.keys())
+            mend = "start it with --no-reasoning-preserve, or set " if ours == dropped else "set "
+            mend += " and ".join(f"+prompts.template_kwargs.{name}={str(KEPT[name]).lower()}" for name in read)
+            yield _other_text(target, "llama-server", f"sets {', '.join(read)} and ", theirs, ours, mend)
+            break
 
 
 def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
