@@ -57,11 +57,11 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
             "head: must be eagle3 of the whole vocabulary with capture_layers, because the peer trains that; "
             "add recipe=quickstart_eagle3 head.draft_vocab_size=null"
         )
-    if (
-        not shutil.which(options.peer)
-        or subprocess.run([options.peer, "-c", "from speculators.train.cli import main"]).returncode
-    ):
-        raise UserError(f"--peer: must be the Python of an environment with speculators, but is {options.peer}")
+    imported = [options.peer, "-c", "from speculators.train.cli import main"]
+    found = shutil.which(options.peer) and subprocess.run(imported, stderr=subprocess.PIPE, text=True)
+    if not found or found.returncode:
+        why = f", which says: {found.stderr.strip().splitlines()[-1]}" if found and found.stderr else ""
+        raise UserError(f"--peer: must be the Python of an environment with speculators, but is {options.peer}{why}")
     overrides = sys.argv[1:]
     for stage in ("prompts", "hidden-states"):
         mtptrain(stage, overrides)

@@ -52,8 +52,9 @@ _BATCH = 64
 def main(config: PipelineConfig) -> None:
     with StageDir(config.stage_dir("prompts")).writing():
         report = prepare_prompts(Run(config))
-    passed_over = f"passed over, because they are not read: {', '.join(report.passed_over) or 'no columns'}"
-    print_counts(f"prompts from {report.source}", report.counts, COUNTS, report.refused, passed_over)
+    names = ", ".join(report.passed_over)
+    passed_over = [f"columns and keys that are passed over, because they are not read: {names}"] if names else []
+    print_counts(f"prompts from {report.source}", report.counts, COUNTS, report.refused, *passed_over)
     print(f"written to {config.stage_dir('prompts')}")
 
 

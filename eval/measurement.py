@@ -154,7 +154,7 @@ class Measurement:
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total = sum(len(share.waiting) for share in shares.values())
             title = "acceptance" if turn == 1 else f"turn {turn}"
-            drawn = {"disable": not self.ranks.is_first, "miniters": 0, "mininterval": 0.5}
+            drawn = {"disable": not self.ranks.is_first, "miniters": 0, "mininterval": 0.5, "smoothing": 0}
             with ProgressBar(total=total, desc=title, unit="prompt", **drawn) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():

@@ -63,7 +63,7 @@ from mtptrain.utils.distributed import close_groups
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError, warn
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_sealed
-from mtptrain.utils.startup import started_stage
+from mtptrain.utils.startup import started_stage, typed_arguments
 
 NUM_THREADS = torch.get_num_threads()
 """Threads with which stages compute. The process that forks them computes with one: a fork waits forever for others."""
@@ -81,11 +81,15 @@ def main(config: PipelineConfig) -> None:
     if is_plan:
         print_plan(config)
     else:
-        run_stages(config, [*(x for x in sys.argv[1:] if x.startswith("hydra.searchpath=")), *hydra.overrides.task])
+        overrides = [*(x for x in sys.argv[1:] if x.startswith("hydra.searchpath=")), *hydra.overrides.task]
+        run_stages(config, overrides, overrides if hydra.mode is RunMode.MULTIRUN else typed_arguments())
 
 
-def run_stages(config: PipelineConfig, overrides: Sequence[str]) -> None:
-    """Run all stages that the config needs, each of which composes the same config from these overrides."""
+def run_stages(config: PipelineConfig, overrides: Sequence[str], typed: Sequence[str]) -> None:
+    """Run all stages that the config needs, each of which composes the same config from these overrides.
+
+    `typed` are the arguments with which a user gets the same config; commands that are printed have them.
+    """
     stages = [each for each in stages_of(config) if each[0] != "export" or has_format(config.head.name)]
     outputs = {name: output_of(name, stage, config) for name, stage, _ in stages}
     print_stages(config, stages, is_planned=not all(output.is_file() for output in outputs.values()))
@@ -104,7 +108,7 @@ def run_stages(config: PipelineConfig, overrides: Sequence[str]) -> None:
             run_stage(name, overrides, num_ranks(name, runner, config))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
         done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
-    print_summary(config, durations, overrides)
+    print_summary(config, durations, typed)
 
 
 def check(config: PipelineConfig) -> None:
@@ -312,7 +316,7 @@ def what_it_does(stage: Stage) -> str:
     return stage.does.partition(" ")[2]  # without `1.` or `optional:`
 
 
-def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
+def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], typed: Sequence[str]) -> None:
     """Print how long each stage took, how well the head drafts, and where the report and the export are."""
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
     report = read_sealed(report_path, "run mtptrain acceptance again")
@@ -339,7 +343,7 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]], 
         return
     is_alone = config.head.name in running_engine(engine).one_at_a_time
     alone = " 'serving_bench.concurrency=[1]'" * (is_alone and max(config.serving_bench.concurrency) > 1)
-    same = shlex.join([*overrides, *([] if engine == config.serving.engine else [f"serving.engine={engine}"])])
+    same = shlex.join([*typed, *([] if engine == config.serving.engine else [f"serving.engine={engine}"])])
     print(
         f"{'Measure again' if bench else 'What the engine makes of it'}:\n"
         f"  mtptrain serving-check {same}    # the engine's counters beside ours\n"

@@ -145,9 +145,10 @@ def engine_and_head(
 ) -> tuple[str, str, dict[str, list[str]]]:
     """Returns an engine and a head that it serves with the target, and all `heads_served`.
 
-    Engines that this machine has come first, but with a GGUF file those that read it.
+    Engines that this machine has come first, and with a GGUF file those of them that read it.
     """
-    for key in sorted([*found, *map(str, ADVISED)], key=lambda key: is_gguf and not engine_of(key).reads_gguf):
+    keys = [*found, *(str(each) for each in ADVISED if each not in found)]
+    for key in sorted(keys, key=lambda key: (key not in found, is_gguf and not engine_of(key).reads_gguf)):
         served = heads_served(key, target)
         for head in HEADS:
             if head in served:

@@ -313,7 +313,7 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
                 tracking.write(progress.step, record)
         if ranks.is_first and is_validated and training.validation is not None:
             ProgressBar.write(
-                f"step {progress.step}: measuring the head on at most {settings.validation_prompts} prompts"
+                f"step {progress.step}: measuring the head on {training.validation.num_prompts} held-out prompts"
             )
         if is_saved or is_validated:
             training.trainer.check_weights(progress.step, batches)
@@ -374,7 +374,7 @@ def measure_or_keep(
     entries: dict[str, str] = {}
     facts: dict[str, object] = {"step": progress.step, **training.head_facts}
     if training.validation is not None:
-        validated = training.validation.measure(head_state)
+        validated = training.validation.measure(head_state, None if tracking is None else "validation")
         acceptance, length = validated.acceptance, validated.acceptance.acceptance_length
         entries = {"acceptance": shown(length)}
         if is_best := (length or 0.0) > best:

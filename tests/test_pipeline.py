@@ -26,7 +26,7 @@ def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_
     for stage in ("prompts", "hidden_states", "train", "acceptance", "export/vllm"):
         stored = json.loads((finished[0] / stage / "stage.json").read_text())
         assert "recipe=quickstart" in stored["argv"] and stored["settings"]["prompts"]["max_document_tokens"] == 128
-    assert ": measuring the head on at most 4 prompts\n" in (finished[0].parent / "train.out").read_text()
+    assert ": measuring the head on 4 held-out prompts\n" in (finished[0].parent / "train.out").read_text()
     report, output = report_of(finished[0] / "acceptance"), (finished[0].parent / "acceptance.out").read_text()
     assert report["num_speculative_tokens"] == 3 and report["prompts"] == 8 and report["temperature"] == 0.0
     generations = [json.loads(line) for line in (finished[0] / "acceptance/generations.jsonl").read_text().splitlines()]

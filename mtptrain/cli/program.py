@@ -91,6 +91,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
     warnings.showwarning = show_warning
+    warnings.simplefilter("ignore", FutureWarning)  # for the authors of libraries; ours are UserWarnings
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         given = expanded(sys.argv[1:])

@@ -56,7 +56,9 @@ def verdict(report: Figures, bench: Figures | None) -> str:
     length, lookup = report["tokens_per_step"], report["baselines"].get("prompt_lookup", {}).get("tokens_per_step")
     if length is None:
         return "No step was measured."
-    said = f"{length:.2f} tokens per step over {report['prompts']:,} prompts, where plain decoding has 1"
+    interval = (report["intervals"] or {}).get("tokens_per_step")
+    bounds = " ({:.2f} to {:.2f} with 95 % confidence)".format(*interval) if interval else ""
+    said = f"{length:.2f} tokens per step{bounds} over {report['prompts']:,} prompts, where plain decoding has 1"
     if lookup is not None:
         said += f" and prompt lookup {lookup:.2f}"
     said += f"; {gains(bench)}." if bench else "."

@@ -82,15 +82,15 @@ class Validation:
         with torch.device("meta"):
             head = build_head(head_config, target.config)
         check_head_context(head, prompts.values(), max_new_tokens, num_drafts, setting="head")
-        self.prompts = list(prompts.values())[ranks.rank :: ranks.world_size]
+        self.prompts, self.num_prompts = list(prompts.values())[ranks.rank :: ranks.world_size], len(prompts)
         self.head_config, self.training, self.settings = head_config, training, settings
         self.target, self.ranks = target, ranks
         self._loaded: Target | None = None
 
-    def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
-        """Validates the head that has these weights, on the prompts of all ranks."""
+    def measure(self, head_state: dict[str, torch.Tensor], description: str | None = None) -> Validated:
+        """Validates the head that has these weights, as `measure_head` does."""
         head = build_head(self.head_config, self.target.config)
-        return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
+        return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device), description)
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
         """Validates a head that is ready to draft, on the prompts of all ranks. A description labels a progress bar."""

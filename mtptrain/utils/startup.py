@@ -18,11 +18,17 @@ PR_SET_PDEATHSIG = 1
 
 
 _started_stage: str | None = None
+_typed_arguments: list[str] = []
 
 
 def start_stage(name: str) -> None:
-    global _started_stage
-    _started_stage = name
+    global _started_stage, _typed_arguments
+    _started_stage, _typed_arguments = name, sys.argv[1:]
+
+
+def typed_arguments() -> list[str]:
+    """Returns the arguments of the stage that this process runs, before a YAML file among them became settings."""
+    return _typed_arguments
 
 
 def started_stage() -> str | None:
