@@ -76,7 +76,10 @@ COUNTS: dict[str, tuple[str, Callable[[RegeneratedConversation], int]]] = {
     "unanswered": ("conversations without a response", lambda each: not each.answer_tokens),
     "answers": ("responses", lambda each: len(each.answer_tokens)),
     "answer_tokens": ("tokens, with those that end a response", lambda each: sum(each.answer_tokens)),
-    "cut": ("responses cut at responses.max_new_tokens, which may be raised", lambda each: each.ended_by is Ending.length),
+    "cut": (
+        "responses cut at responses.max_new_tokens, which may be raised",
+        lambda each: each.ended_by is Ending.length,
+    ),
     "texts_changed": ("responses that the template renders with other text", lambda each: each.texts_kept.count(False)),
     "tokens_changed": ("responses rendered with other tokens of the same text", lambda each: each.tokens_changed),
 }

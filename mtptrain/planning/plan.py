@@ -42,6 +42,7 @@ from mtptrain.target.hub import config_dir, tokenizer_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
+from mtptrain.training.trainer import is_compiled
 from mtptrain.utils.errors import UserError
 
 ENGINE_SHARE = 0.9
@@ -64,6 +65,8 @@ CPU_ANSWERS = 0.07, "measured with our own loop on a CPU with AMX, nothing else 
 wrote 8,757 tokens/s on an H200, and 260 in a second of one core of that CPU (1.84 TFLOP/s with two); vLLM is published
 with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
 
+COMPILING_S = 75.0
+"""The time in which the first step is compiled: a minute or two on CPUs, at most 96 s on an H200."""
 EXPORT_BYTES_PER_S = 15e6
 """Rate at which an export's `proof_bytes` are read and compared: 0.2 GB in 13 s beside other programs, for SmolLM2."""
 
@@ -369,6 +372,11 @@ class Plan:
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         measured, gpus = planner.train_tokens_per_s, planner.num_gpus
         self._add_time("train", tokens, measured, flops, TRAIN_SHARE, gpus, self.dtype, stored)
+        if is_compiled(train.compile, torch.device("cuda" if self.on_gpu else "cpu")):
+            self.seconds["train"] += COMPILING_S
+            self.rows["time of training"] += (
+                f", after {duration(COMPILING_S)} of compiling, which train.compile=false leaves out"
+            )
         # 3. Acceptance: the target answers once with each drafter, whose drafts cost what they save.
         acceptance, file = self.config.acceptance, self.config.acceptance.prompts_file
         own = DEFAULT_PROMPTS if file is None else Path(file).read_bytes().count(b"\n")

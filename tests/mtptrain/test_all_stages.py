@@ -52,7 +52,14 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
     speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
-    report = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
+    report = {
+        "tokens_per_step": 1.5,
+        "prompts": 2,
+        "acceptance_length": 1.6,
+        "speed": speed,
+        "baselines": {},
+        "intervals": None,
+    }
     write_sealed(tmp_path / "report.json", report)
     all_stages.print_summary(config, [], [])  # a kill has left no page
     shown = capsys.readouterr().out
@@ -72,7 +79,14 @@ def test_a_run_ends_with_commands_for_the_engine_of_its_export(
         folder = tmp_path / engine
         config = make_config(f"acceptance.output_dir={folder}", f"export.engine={engine}", "head=draft_model")
         speed = {"head": {"tokens_per_s": 30.0}}
-        report = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "speed": speed, "baselines": {}}
+        report = {
+            "tokens_per_step": 1.5,
+            "prompts": 2,
+            "acceptance_length": 1.6,
+            "speed": speed,
+            "baselines": {},
+            "intervals": None,
+        }
         folder.mkdir()
         write_sealed(folder / "report.json", report)
         all_stages.print_summary(config, [], ["recipe=mtp"])
@@ -237,7 +251,7 @@ import os, signal, sys, torch
 from mtptrain import all_stages
 from mtptrain.cli import program
 
-def run_stages(config, overrides):
+def run_stages(config, overrides, typed):
     for compute in (lambda: all_stages.planned_seconds(config), lambda: torch.ones(10**7).exp().sum()):
         if (process := os.fork()) == 0:
             torch.set_num_threads(all_stages.NUM_THREADS)

@@ -37,9 +37,11 @@ ROWS = [row(0, 1, 1.0), row(0, 8, 1.0), row(1, 1, 1.2), row(3, 1, 1.4), row(1, 8
 def test_a_verdict_names_what_is_gained_or_what_to_do(
     length: float | None, baselines: dict[str, Any], rows: list[dict[str, Any]], said: str
 ) -> None:
-    report = {"tokens_per_step": length, "prompts": 1200, "baselines": baselines}
+    report = {"tokens_per_step": length, "prompts": 1200, "baselines": baselines, "intervals": None}
     found = verdict(report, {**BENCH, "rows": rows} if rows else None)
     assert found.endswith(said)
+    with_interval = verdict(report | {"intervals": {"tokens_per_step": [1.234, 2.1]}}, None)
+    assert length is None or f"{length:.2f} tokens per step (1.23 to 2.10 with 95 % confidence) over" in with_interval
 
 
 def test_only_a_measurement_of_the_same_head_with_plain_decoding_counts(tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callabl
     plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3"))
     assert f"at {8 * 1e9 * 0.4 / flops:,.0f} tokens/s, limited by " in plan.rows["time of hidden states"]
     assert plan.rows["time of training"].endswith("GFLOP/token at 50% of 8 x 0.001 TFLOP/s")
+    compiled = Plan(config_for(*million, "planner.gpu_tflops=1e-3", "train.compile=true"))
+    assert compiled.seconds["train"] == plan.seconds["train"] + 75
+    assert compiled.rows["time of training"].endswith("after 75 s of compiling, which train.compile=false leaves out")
     # The head and two baselines answer 100 prompts with 128 tokens each.
     plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3", "acceptance.baselines=[none,prompt_lookup]"))
     answering = 100 * 128 * 3 / (8 * 1e9 * 0.003 / flops)
