@@ -245,7 +245,6 @@ all_stages.run_stage("train", [], 1)
     assert (process.communicate(timeout=60)[1], process.returncode) == (line, 130)
 
 
-NO_NORMS = ("head.norm_before_fc=false", "head.norm_output=false")
 FORKS = """
 import os, signal, sys, torch
 from mtptrain import all_stages
@@ -258,7 +257,7 @@ def run_stages(config, overrides, typed):
             compute()
             os._exit(0)
         assert os.waitpid(process, 0)[1] == 0
-    print("computed")
+    print("computed, as typed:", *typed)
 
 all_stages.run_stages = run_stages
 program.run_stage("run")
@@ -266,13 +265,15 @@ program.run_stage("run")
 
 
 def test_what_is_checked_before_the_stages_starts_no_threads_for_which_forks_would_wait(tmp_path: Path) -> None:
-    settings = [f"run_dir={tmp_path}", "export.engine=openvino", *NO_NORMS]
+    own = tmp_path / "my.yaml"
+    own.write_text("recipe: quickstart_eagle3\nhead: {norm_before_fc: false, norm_output: false}\n")
+    settings = [str(own), f"run_dir={tmp_path}", "export.engine=openvino"]
     two = os.environ | {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
-    command = [sys.executable, "-c", FORKS, "recipe=quickstart_eagle3", *settings]
+    command = [sys.executable, "-c", FORKS, *settings]
     ended = subprocess.run(
         command, cwd=ROOT, env=two, capture_output=True, text=True, timeout=120, start_new_session=True
     )
-    assert "computed" in ended.stdout, ended.stderr
+    assert f"computed, as typed: {' '.join(settings)}\n" in ended.stdout, ended.stderr
 
 
 MISSING = "serving.engine=vllm serving.program=/none/python"

@@ -81,5 +81,8 @@ def test_a_gguf_file_gets_a_head_that_llama_cpp_serves_and_the_command_that_inst
     assert (config.export.engine, config.head.name, config.head.draft_vocab_size) == ("llama_cpp", "eagle3", 8192)
     assert format_for("llama_cpp", config.head, target_config("llama", **SMOLLM2))
     assert line == "llama_cpp will serve the head, but is not found here: no llama_cpp here\n"
+    with patch("mtptrain.init.missing_engines", lambda: {"llama_cpp": "no llama_cpp here"}):
+        text, line = written("mine.gguf", target_config("llama", **SMOLLM2))
+    assert "engine: vllm #" in text and not line, "an engine that is found comes before one that reads the file"
     text, _ = written("mine.gguf", target_config("gemma3_text", **GEMMA3))  # no head of which llama.cpp serves
     assert "recipe: gemma3_270m_mtp #" in text and "engine: vllm #" in text
