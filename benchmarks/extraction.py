@@ -9,7 +9,8 @@
   scripts do.
 
 With `hidden_states.servers=[URL,URL]`, one run that asks all of these is compared with a run for each, alone and at the
-same time.
+same time. With `--cores 0 1`, this process has the core of the server that it asks alone, so that a server has the same
+half of a small machine alone and beside the other; start the servers with `taskset --cpu-list`, too.
 
 The candidates take turns. Torch uses one thread, torchrun's default for each rank. The writer adds
 `WRITER_THREADS` threads and one that hashes shards. Documents have random tokens and log-normal lengths.
@@ -17,6 +18,7 @@ The candidates take turns. Torch uses one thread, torchrun's default for each ra
 
 import argparse
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,27 +48,32 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.errors import UserError
 
 from .command import fastest, llama_8b, positive, print_table, run_benchmark
 
 MEDIAN_TOKENS, MAX_TOKENS = 250, 2000
 """Median and maximum length of the documents that are extracted."""
 PLAIN_BATCH = 8
+Layout = tuple[int, int, StoreDtype]
+"""The hidden size, the number of captured layers and the dtype of a store."""
 
 
 def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     device, settings = init_ranks(config.distributed_timeout_hours).device, config.hidden_states
     torch.set_num_threads(1)
     dtype = getattr(torch, settings.dtype.value)
+    files = Run(config).target
+    target_config = llama_8b(32) if options.is_8b else files.config
+    documents = random_documents(options.documents, target_config.vocab_size)
+    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
+    captured = (*layers, int(target_config.num_hidden_layers))
+    sizes = int(target_config.hidden_size), len(layers)
     if settings.servers:
-        compare_servers(config, options)
+        compare_servers(config, options, documents, captured, (*sizes, settings.store_dtype))
         return
-    target = random_8b(device, dtype) if options.is_8b else load_target(Run(config).target.directory, dtype, device)
-    documents = random_documents(options.documents, target.config.vocab_size)
+    target = random_8b(device, dtype) if options.is_8b else load_target(files.directory, dtype, device)
     num_tokens, batch_tokens = len(documents.input_ids), settings.batch_tokens
-    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
-    captured = (*layers, int(target.config.num_hidden_layers))
-    sizes = int(target.config.hidden_size), len(layers)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as name:
         folder = Path(name)
         fill = partial(fill_and_remove, folder, documents)
@@ -89,14 +96,20 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     print(f"MFU of the bare forward: {mfu:.1%} of the measured matmul peak")
 
 
-def compare_servers(config: PipelineConfig, options: argparse.Namespace) -> None:
+def compare_servers(
+    config: PipelineConfig,
+    options: argparse.Namespace,
+    documents: Documents,
+    captured: tuple[int, ...],
+    layout: Layout,
+) -> None:
+    if options.cores and len(options.cores) != len(config.hidden_states.servers):
+        raise UserError(f"--cores: must name {len(config.hidden_states.servers)} cores, one of each server")
     target, settings = Run(config).target, config.hidden_states
-    documents = random_documents(options.documents, target.config.vocab_size)
-    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
-    layout = int(target.config.hidden_size), len(layers), settings.store_dtype
-    captured = (*layers, int(target.config.num_hidden_layers))
 
     def by(urls: list[str]) -> float:
+        if options.cores:
+            os.sched_setaffinity(0, {options.cores[settings.servers.index(url)] for url in urls})
         checked = captured, getattr(torch, settings.dtype.value), int(documents.lengths.max())
         with (
             tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as name,
@@ -113,8 +126,13 @@ def compare_servers(config: PipelineConfig, options: argparse.Namespace) -> None
     seconds = fastest(candidates | {together: partial(by, settings.servers)}, options.repeats)
     tokens = {name: len(documents.input_ids) * (len(settings.servers) if name == apart else 1) for name in seconds}
     speeds = {name: tokens[name] / each for name, each in seconds.items()}
-    rows = [{"name": name, "speed": speed, "ratio": speed / speeds[apart]} for name, speed in speeds.items()]
+    alone = sum(speeds[url] for url in settings.servers)
+    rows = [
+        {"name": name, "speed": speed, "ratio": speed / speeds[apart], "share": speed / alone}
+        for name, speed in speeds.items()
+    ]
     columns = {"servers": ("name", ""), "tokens/s": ("speed", ",.0f"), "vs. at once": ("ratio", ".3f")}
+    columns["of the sum alone"] = ("share", ".3f")
     print_table(f"Extraction by servers, {config.target.path}, head {config.head.name}", columns, rows)
 
 
@@ -158,10 +176,6 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
                 torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
 
 
-Layout = tuple[int, int, StoreDtype]
-"""The hidden size, the number of captured layers and the dtype of a store."""
-
-
 def fill_and_remove(folder: Path, documents: Documents, streams: Streams, layout: Layout) -> None:
     """Writes a complete store of about four shards, as stage 2 does, and removes it."""
     hidden_size, num_captured, dtype = layout
@@ -179,5 +193,6 @@ def fill_and_remove(folder: Path, documents: Documents, streams: Streams, layout
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--8b", dest="is_8b", action="store_true", help="random weights with the sizes of an 8B Llama")
+    parser.add_argument("--cores", type=int, nargs="+", help="the core of each of hidden_states.servers")
     parser.add_argument("--documents", type=positive, default=64, help="documents that are extracted")
     run_benchmark(main, parser)
