@@ -68,7 +68,7 @@ LINES = {
     "data_prep": 2865,
     "eval": 2235,
     "slurm": 137,
-    "benchmarks": 791,
+    "benchmarks": 806,
     "tests": 23124,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
