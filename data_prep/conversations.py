@@ -44,6 +44,8 @@ class Source:
     """Group of each usable row. Rows with the same question share a group, which stays in one split."""
     origins: list[tuple[str, Sequence[Row], int]] = field(default_factory=list)
     """Path, rows of the path and index of each usable row."""
+    num_joined: int = 0
+    """Number of rows that are parts of items of other rows."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why a row cannot be used, by its location."""
     passed_over: set[str] = field(default_factory=set)

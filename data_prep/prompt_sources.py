@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.row_files import Row
 from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over
 from mtptrain.data.text_files import read_text_files
+from mtptrain.data.traces import documents_of, episode_of, find_episodes, is_written, read_calls, session_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
@@ -22,7 +24,8 @@ from .conversations import Source, read_conversations, row_name
 from .near_duplicates import join_near_duplicates
 from .renderings import EncodedItem, Encoding, check_chat_template
 from .responses.store import read_responses
-from .traces import documents_of, is_written, read_calls
+
+NOT_WRITTEN = "token ids that do not give the texts of the trace, as those of another tokenizer do"
 
 
 def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> tuple[Source, list[str]]:
@@ -33,7 +36,8 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             "prompts.paths=[...] in the recipe or on the command line"
         )
     if prompts.source is PromptSource.tokens:
-        rows = TokenRows(RowFormat.of(prompts)).add_all(prompts.paths, prompts.split)
+        rows = TokenRows(RowFormat.of(prompts), tokenizer=target.tokenizer).add_all(prompts.paths, prompts.split)
+        rows.join_episodes()
         return rows, rows.groups
     if prompts.source is PromptSource.text_files:
         texts = Texts(*read_text_files(prompts.paths, prompts.pattern, prompts.exclude))
@@ -68,29 +72,65 @@ class Texts(Source):
         return [EncodedItem([Encoding(ids, np.ones(len(ids), np.uint8))]) for ids in documents]
 
 
+@dataclass(kw_only=True)
 class TokenRows(Source):
     """Rows that somebody else has tokenized, each with the loss mask that says what is supervised, and traces."""
+
+    tokenizer: PreTrainedTokenizerBase
+    num_with_text: int = 0
+    """Traces whose texts are those of their tokens."""
+    _read: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
+    """What `find_episodes` needs of each usable row."""
+    _later: list[list[int]] = field(default_factory=list)
+    """The further rows of the episode of each item, by their indices in `origins`, where they follow the first ones."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         # Answers to one prompt stay together: a group is named by the tokens before the first supervised one, if any.
         if (calls := read_calls(row) if isinstance(row, Mapping) else None) is not None:
             if self.form.drop_failed and row.get("ok") is False:
                 raise ConversationRefused("a run that failed, which prompts.drop_failed leaves out")
-            name, asked = json.dumps(calls).encode(), row.get("session_id") or calls[0].prompt
-            return row_name(row, name), short_hash(json.dumps(asked).encode()), set()
+            if not all(is_written(call, self.tokenizer) for call in calls):
+                raise ConversationRefused(NOT_WRITTEN)
+            self.num_with_text += any(isinstance(call.text or call.asked, str) for call in calls)
+            name, asked = row_name(row, json.dumps(calls).encode()), session_of(row) or calls[0].prompt
+            first, documents = np.array(calls[0].prompt, np.int32), [ids.tobytes() for ids, *_ in documents_of(calls)]
+            self._read.append((first.tobytes(), documents))
+            return name, short_hash(json.dumps(asked).encode()), set()
         encoding, passed_over = read_tokens(row, self.form.metadata)
         ids, num_asked = encoding.input_ids, int(encoding.loss_mask.argmax())
-        return row_name(row, ids.tobytes()), short_hash(ids[: num_asked or None].tobytes()), passed_over
+        name = row_name(row, ids.tobytes())
+        self._read.append((b"", []))
+        return name, short_hash(ids[: num_asked or None].tobytes()), passed_over
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
-        return [self._encode(tokenizer, self.row(index)) for index in indices]
+        return [self._encode(index) for index in indices]
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> EncodedItem | str:
-        if (calls := read_calls(row)) is None:
+    def _encode(self, index: int) -> EncodedItem:
+        if (calls := read_calls(row := self.row(index))) is None:
             return EncodedItem([read_tokens(row, self.form.metadata)[0]])
-        if not all(is_written(call, tokenizer) for call in calls):
-            return "token ids that do not give the texts of the trace, as those of another tokenizer do"
-        return EncodedItem(documents_of(calls))
+        if later := self._later[index]:
+            calls = episode_of([*calls, *(call for each in later for call in read_calls(self.row(each)) or ())])
+        return EncodedItem([Encoding(*document) for document in documents_of(calls)])
+
+    def join_episodes(self) -> None:
+        """Makes the rows of an episode one item, with the name and the group of the first.
+
+        Raises UserError if no text of a trace is that of its tokens.
+        """
+        if not self.num_with_text and NOT_WRITTEN in self.refused.values():
+            raise UserError(
+                f"prompts.paths: token ids must be of the target's tokenizer, but {len(self.refused):,} rows have "
+                f"{NOT_WRITTEN}, and no row has a text that its ids give; set target.path to the model that wrote them"
+            )
+        firsts = find_episodes(self._read)
+        kept = [index for index, first in enumerate(firsts) if index == first]
+        joined = [index for index, first in enumerate(firsts) if index != first]
+        items = {index: item for item, index in enumerate(kept)}
+        self._later, self.num_joined = [[] for _ in kept], len(joined)
+        for place, index in enumerate(joined, len(kept)):
+            self._later[items[firsts[index]]].append(place)
+        self.origins = [self.origins[index] for index in [*kept, *joined]]
+        self.names, self.groups = [self.names[index] for index in kept], [self.groups[index] for index in kept]
 
 
 def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set[str]]:

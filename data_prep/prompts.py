@@ -64,6 +64,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over - {UNEVEN_TOOLS}))
     counts = report.counts
     counts["items"] = len(source.names) + len(source.refused)
+    counts["joined"] = source.num_joined
     counts["questions"] = len(set(source.groups))
     members = Counter(dict(zip(source.groups, clusters, strict=True)).values())
     counts["near_duplicates"] = sum(count for count in members.values() if count > 1)

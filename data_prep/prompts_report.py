@@ -26,6 +26,7 @@ COUNTS = {
     "rewritten_answers": "assistant turns that the chat template changes once later turns follow, and that are also "
     "stored as generated, in documents of their own",
     "rewritten_tokens": "tokens of these documents",
+    "joined": "rows of traces that go on from another row, or repeat it: with that row, they are one item",
     "copies": "items left out, because another one has the same tokens",
     "items_cut": "items cut into windows, because they are longer than prompts.max_document_tokens",
     "windows_unsupervised": "windows left out, because they have no supervised token",

@@ -53,8 +53,9 @@ from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import check_parts, check_weights
 from mtptrain.target.hub import config_dir
-from mtptrain.target.loading import needs_several_devices
+from mtptrain.target.loading import check_quantisation, needs_several_devices
 from mtptrain.training.deepspeed_engine import check_deepspeed
 from mtptrain.training.optimizer import warn_of_rate
 from mtptrain.training.trainer import check_batch_ranks
@@ -129,7 +130,9 @@ def check(config: PipelineConfig) -> None:
     else:
         warn(f"head: no engine has a class for {config.head.name}, so the run ends with its acceptance")
     check_engines(config)
-    check_start(config.head, TargetFiles(config_dir(config.target.path, config.target.revision)))
+    directory = config_dir(config.target.path, config.target.revision)
+    check_start(config.head, TargetFiles(directory))
+    check_weights_of(directory, getattr(torch, config.acceptance.dtype))
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
@@ -139,6 +142,21 @@ def check(config: PipelineConfig) -> None:
             export_dir(config).check_replaceable()
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
+
+
+def check_weights_of(directory: Path, dtype: torch.dtype) -> None:
+    """Refuse weights that are here and that no stage could read, or that transformers could not run in `dtype`.
+
+    A plan, which may be for another machine or for single stages, warns of the latter.
+    """
+    if any(directory.glob("*.safetensors")):
+        check_parts(directory, check_weights(directory))
+    try:
+        check_quantisation(directory, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except UserError as error:
+        if started_stage() != "plan":
+            raise
+        warn(str(error))
 
 
 def check_engines(config: PipelineConfig) -> None:

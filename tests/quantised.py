@@ -80,7 +80,7 @@ def compress(source: Path, directory: Path, preset: str, kind: str = "Linear") -
     """Writes a copy of a target in which compressed-tensors itself quantised all modules of a kind in bf16."""
     shutil.copytree(source, directory)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    scheme = preset_name_to_scheme(preset, [kind])
+    scheme = preset_name_to_scheme(preset, [kind, "lm_head"])  # vLLM needs the name
     args = scheme.weights
     assert args is not None
     args.group_size, args.block_structure = args.group_size and 32, args.block_structure and [32, 32]

@@ -52,24 +52,24 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 2359,
+    "mtptrain": 2377,
     "mtptrain/cli": 711,
-    "mtptrain/data": 1248,
+    "mtptrain/data": 1433,
     "mtptrain/decoding": 1745,
-    "mtptrain/engines": 5180,
+    "mtptrain/engines": 5186,
     "mtptrain/heads": 3178,
     "mtptrain/hidden_states": 2010,
-    "mtptrain/init_from": 1374,
-    "mtptrain/planning": 879,
+    "mtptrain/init_from": 1379,
+    "mtptrain/planning": 883,
     "mtptrain/settings": 1217,
-    "mtptrain/target": 3484,
+    "mtptrain/target": 3505,
     "mtptrain/training": 2798,
     "mtptrain/utils": 1158,
-    "data_prep": 2865,
+    "data_prep": 2783,
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 806,
-    "tests": 23124,
+    "tests": 23202,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

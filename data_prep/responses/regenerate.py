@@ -35,6 +35,7 @@ from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
 from mtptrain.target import generation
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import check_parts, check_weights
 from mtptrain.target.loading import load_target
 from mtptrain.target.served_text import chats_elsewhere, end_of_turn
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
@@ -76,6 +77,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         choose_engine(run)
     check_settings(config, ranks)
     require_chat_template(target.tokenizer)
+    check_parts(target.directory, check_weights(target.directory))  # a later stage would refuse them after hours
     sampling = sampling_of(settings, target, config.seed)
     for difference in chats_elsewhere(target) if ranks.is_first else ():
         warnings.warn(difference, stacklevel=2)

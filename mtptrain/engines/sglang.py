@@ -18,6 +18,7 @@ from mtptrain.heads.base import Tensors
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.generation import as_ids
+from mtptrain.target.quantised import names_lm_head
 
 _STREAMS_FOR_ALL = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "gemma4_unified_text", "glm4_moe_lite"),
@@ -41,7 +42,7 @@ Those classes have `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture
 """
 BLOCK_METHODS = ("DFLASH", "DSPARK")
 """Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""
-
+IN_VLLM = "set export.engine=vllm"
 
 ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang ends answers, whatever the files say (srt/utils/hf_transformers/common.py)."""
@@ -170,6 +171,11 @@ class Sglang(Engine):
         if head.name in WITH_STREAMS:
             yield from why_not_streams(head, target)
         yield from no_anchor(self.name, head)
+        if head.name != "dflash" and names_lm_head(target):
+            # eagle_worker_v2.py reads it even where the head has its own; dspark_worker_v2.py; models/dflash.py
+            reason = "SGLang reads the weight of lm_head to draft with this head, and a packed one has none"
+            must_be, value, instead = "a target with an unquantised lm_head", "one with a quantised one", IN_VLLM
+            yield Refusal("target.path", must_be, value, reason, instead, may_change_engine=False)
         if isinstance(head, MtpConfig):
             reason = "SGLang passes the states after the target's final norm to a head"
             yield from must_be_false(head, "prenorm_states", reason)

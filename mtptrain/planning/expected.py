@@ -21,6 +21,7 @@ from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.row_files import BLANK, SUFFIXES, Row, read_json_rows
 from mtptrain.data.rows import RowFormat, parse_row
 from mtptrain.data.text_files import find_text_files
+from mtptrain.data.traces import documents_of, read_calls
 from mtptrain.utils.errors import UserError
 
 MOST_RENDERED = 64
@@ -113,6 +114,9 @@ def _some_rows(path: Path) -> tuple[int, list[tuple[int, Row]]]:
 
 def _size(row: Row, prompts: PromptsConfig, max_new_tokens: int, tokenizer: PreTrainedTokenizerBase) -> _Size:
     if prompts.source is PromptSource.tokens:
+        if (calls := read_calls(row)) is not None:
+            masks = [mask for _, mask, _ in documents_of(calls)]
+            return _Size(sum(map(len, masks)), sum(int(mask.sum()) for mask in masks), 0)
         return _Size(len(row["input_ids"]), sum(map(bool, row["loss_mask"])), 0)
     messages, _ = parse_row(row, RowFormat.of(prompts))
     if prompts.source is PromptSource.conversations:

@@ -43,6 +43,9 @@ TEXT_MODEL_NAMES = {
 }
 """Patterns of tensor names in image+text checkpoints, and what stands for them in the language model alone."""
 
+MODEL_OPT_QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's description of quantised weights, beside config.json. vLLM reads it, but transformers does not."""
+
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose rotation of a position does not depend on the length of the text."""
 
@@ -52,7 +55,11 @@ ROPE_OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleav
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:
-    config, path = _read_config(target_dir), target_dir / "config.json"
+    config, path, described = _read_config(target_dir), target_dir / "config.json", target_dir / MODEL_OPT_QUANTISATION
+    if getattr(config, "quantization_config", None) is None and described.is_file():
+        quantisation = read_json(described, DOWNLOAD_AGAIN).get("quantization") or {}
+        if quantisation.get("quant_algo"):  # without one, only the engine's cache is quantised
+            config.quantization_config = {"quant_method": "modelopt", **quantisation}
     if getattr(config, "is_heterogeneous", False):
         config.allow_global_per_layer_attribute_access = True  # plans read head_dim, which differs by layer in Gemma 4
     family = config.model_type

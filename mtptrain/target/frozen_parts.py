@@ -21,8 +21,6 @@ from mtptrain.target.quantised import dequantised, quantised_modules
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import tensor_shapes
 
-MODEL_OPT_QUANTISATION = "hf_quant_config.json"
-"""ModelOpt's description of quantised weights, beside config.json."""
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes of tensors that are stored without scales."""
 
@@ -68,9 +66,7 @@ def check_weights(target_dir: Path) -> dict[str, StoredTensor]:
     model = build_on_meta(config)
     form, tensors = find_form(config), _stored_for(model, target_dir)
     _check_layers(target_dir, config, form, tensors)
-    is_quantised = (
-        getattr(config, "quantization_config", None) is not None or (target_dir / MODEL_OPT_QUANTISATION).is_file()
-    )
+    is_quantised = getattr(config, "quantization_config", None) is not None
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for in_model, (path, name, dtype, shape) in tensors.items():
         if dtype not in PLAIN_DTYPES:

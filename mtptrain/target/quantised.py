@@ -1,5 +1,6 @@
 """Reads the weight of a quantised module as transformers computes with it, by the package compressed-tensors."""
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -10,9 +11,21 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from mtptrain.target.form import build_on_meta
-from mtptrain.utils.errors import UserError, refusing
+from mtptrain.utils.errors import UserError, refusing, warn
 
 METHOD = "compressed-tensors"
+
+
+def names_lm_head(config: PreTrainedConfig) -> bool:
+    """Returns whether `targets` in the config of compressed-tensors name lm_head, as vLLM and SGLang want it."""
+    settings = getattr(config, "quantization_config", None) or {}
+    groups = (settings.get("config_groups") or {}).values()  # a scheme each, or the targets of one by its name
+    targets = [name for each in groups for name in (each if isinstance(each, list) else each.get("targets", ()))]
+    named, ignored = (
+        any(re.match(name.removeprefix("re:"), "lm_head") for name in names)
+        for names in (targets, settings.get("ignore") or ())
+    )
+    return named and not ignored
 
 
 def quantised_modules(
@@ -47,6 +60,11 @@ def quantised_modules(
             f"target.path: {name} must be unquantised, or its weight {'alone ' * are_outputs}quantised by {METHOD}, "
             f"because training computes with the weight as such, but quantization_config in {path} has {value} for "
             "it; choose a checkpoint in which this module is not quantised"
+        )
+    if are_outputs and not names_lm_head(config):
+        warn(
+            f"target.path: targets of config_groups in {path} should name lm_head, because vLLM 0.32 and SGLang 0.5.23 "
+            'otherwise load no quantised one, but do not ("Linear" is not enough); add "lm_head" to them'
         )
     return {name: modules[name] for name in names}
 

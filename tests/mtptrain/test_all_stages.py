@@ -1,5 +1,6 @@
 """Tests `mtptrain run`: which stages it runs, on how many ranks, what it passes over, and how it ends."""
 
+import json
 import os
 import re
 import shutil
@@ -309,6 +310,15 @@ def test_what_a_later_stage_would_refuse_is_refused_before_the_first(tmp_path: P
         save_tensors(other / "model.safetensors", {"a": torch.zeros(1)})
         with pytest.raises(UserError, match=r"head\.init_from: must hold head\.json, a model with an MTP layer"):
             all_stages.check(make_config(f"head.init_from={other}"))
+        (tmp_path / "gptq").mkdir()
+        quantised = target_config().to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        (tmp_path / "gptq/config.json").write_text(json.dumps(quantised))
+        gptq = make_config(f"target.path={tmp_path}/gptq", "head=eagle", "head.start_from_target=false")
+        with pytest.warns(match=r"must be able to run the quantised weights .* or run this target in vLLM only"):
+            all_stages.check(gptq)
+        save_tensors(tmp_path / "gptq/model.safetensors", {"lm_head.qweight": torch.zeros(8, 260).int()})
+        with pytest.raises(UserError, match=r"lm_head must be unquantised, .* has gptq and no scheme for it; choose"):
+            all_stages.check(gptq)
         with pytest.raises(UserError, match="to export head eagle3 for vllm"):
             all_stages.check(make_config("head=eagle3", f"target.path={tmp_path}"))
     servers = ("hidden_states.backend=vllm", "hidden_states.servers=[http://a:1]", "responses.url=http://b:1/v1")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.traces import documents_of, read_calls
 from mtptrain.data.conversation import ConversationRefused
+from mtptrain.data.traces import documents_of, read_calls
+from mtptrain.planning.expected import expected_documents
 from mtptrain.run_dir import Run
 from mtptrain.utils.errors import UserError
 from tests.data_prep.prompts.documents import ConfigFor, read_output
@@ -98,7 +99,7 @@ def test_every_answer_of_a_trace_is_supervised_once_after_exactly_its_prompt(nam
     calls = read_calls(row)
     assert calls is not None
     found = documents_of(calls)
-    assert [(each.input_ids.tolist(), each.loss_mask.tolist()) for each in found] == documents
+    assert [(ids.tolist(), mask.tolist()) for ids, mask, _ in found] == documents
     assert sum(len(call.answer) for call in calls) == sum(sum(mask) for _, mask in documents)
 
 
@@ -112,6 +113,9 @@ def test_every_answer_of_a_trace_is_supervised_once_after_exactly_its_prompt(nam
         (logged({"input_ids": None, "text": "q"}, {}), "a trace without token ids"),  # as of a completion
         (logged({"input_ids": [1, "...", 3]}, {}), "token ids that are no whole numbers"),  # of a lower level
         (logged({"image_data": ["a"]}, {}), "a trace with images or videos"),
+        (logged({"session_params": {"id": "s"}}, {}), "a logged request that is only the end of its prompt"),
+        (logged({"lora_path": ["a"]}, {}), "an answer of an adapter"),
+        (ANSWER | {"prompt_token_ids": [1, 2**31]}, "token ids that are no whole numbers"),
         (logged({}, {"output_ids": [5]}), "a logged answer of which tokens are missing, as of one streamed in parts"),
         ({"nodes": [node(7, [1, 2], 1)]}, "a trace in another form: .*IndexError"),
         ({"nodes": [node(None, [1, 2], 1)], "mm_token_type_id_map": {"5": 1}}, "a trace with images or videos"),
@@ -121,6 +125,47 @@ def test_every_answer_of_a_trace_is_supervised_once_after_exactly_its_prompt(nam
 def test_a_trace_that_cannot_be_exact_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConversationRefused, match=reason):
         read_calls(row)
+
+
+def test_rows_that_go_on_from_others_are_one_document_and_one_split_in_any_order(chat_config: ConfigFor) -> None:
+    tokenizer = Run(chat_config([ANSWER], TOKENS)).target.tokenizer
+    rows: list[dict[str, Any]] = []
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for number in range(20):
+        ids, mask = [number, 100 + number], [0, 0]
+        for step in range(3):
+            answer = tokenizer(f"answer {step}", add_special_tokens=False)["input_ids"]
+            rows.append(
+                ANSWER | {"prompt_token_ids": [*ids], "choices": [{"text": f"answer {step}", "token_ids": answer}]}
+            )
+            ids, mask = [*ids, *answer, 7, step], [*mask, *[1] * len(answer), 0, 0]
+        expected[tuple(ids[:-2])] = mask[:-2]
+    # A second continuation of one step, an answer that is logged twice, and a row of tokens that looks like a step.
+    branch = [0, 100, *tokenizer("answer 0", add_special_tokens=False)["input_ids"], *[9] * 20]
+    rows += [
+        logged({"input_ids": branch}, {}),
+        rows[4],
+        {"input_ids": [*branch, 1], "loss_mask": [0] * len(branch) + [1]},
+    ]
+    expected |= {(*branch, 4, 5): [0] * len(branch) + [1, 1], (*branch, 1): [0] * len(branch) + [1]}
+    config = chat_config(rows[::-1], TOKENS, "prompts.validation_fraction=0.5")
+    report = prepare_prompts(Run(config))
+    found = {tuple(ids): mask for parts in read_output(config).values() for _, ids, mask in parts}
+    assert found == expected and len(report.refused) == 0
+    assert (report.counts["items"], report.counts["joined"], report.counts["copies"]) == (21, 42, 0)
+    expected_by_plan = expected_documents(config.prompts, 0, tokenizer)
+    assert expected_by_plan is not None and expected_by_plan.tokens > 0
+
+
+def test_traces_of_another_tokenizer_stop_the_command_though_some_have_no_text(chat_config: ConfigFor) -> None:
+    asked = {"source": "user", "message": "another question"}
+    others = atif(step([1, 2], [3])) | {"steps": [asked, step([1, 2], [3])]}
+    rows = [ANSWER | {"prompt_token_ids": [i], "choices": [{"text": "no", "token_ids": [3]}]} for i in range(9)]
+    for refused, num_refused in ((rows, 9), ([others], 1)):
+        with pytest.raises(
+            UserError, match=f"of the target's tokenizer, but {num_refused} rows have token ids that do"
+        ):
+            prepare_prompts(Run(chat_config([ANSWER, *refused], TOKENS)))
 
 
 def test_traces_are_prompts_and_those_of_another_tokenizer_or_of_failed_runs_are_refused(

@@ -16,6 +16,8 @@ from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS, head_config, target_
 
 MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
+INT4: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:.*lm_head"]}}}
+QUANTISED_LM_HEAD = {"quantization_config": INT4}
 WINDOW = {"sliding_window": 128}
 SLIDING = {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}
 PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -30,6 +32,10 @@ REFUSED: list[Case] = [
     ("vllm", "mtp", {}, "llama", FP8,
      "target.path: must be a target that is not quantised to export head mtp for vllm, but is quantised with fp8: vLLM "
      "builds the layers of this head with the target's quantisation; export for the target in bf16, or train"),
+    *(("sglang", name, head, "llama", QUANTISED_LM_HEAD,
+       "but is one with a quantised one: SGLang reads the weight of lm_head to draft with this head, and a packed one h"
+       "as none; set export.engine=vllm, or train head=dflash")
+      for name, head in (("eagle", {}), ("eagle3", {"draft_vocab_size": 64}), ("dspark", {}), ("dflash2", {}))),
     ("vllm", "mtp", {}, "mimo", {}, "head.prenorm_states: must be true for a mimo target and false for any"),
     ("vllm", "mtp", {"zero_first_embedding": True}, "qwen3", {}, "; set export.engine=sglang, or change it"),
     ("vllm", "mtp", {"attention_bias": True}, "llama", {}, "head.attention_bias: must be false for families"),
@@ -158,6 +164,13 @@ def test_a_quantised_target_is_served_where_the_head_keeps_its_own_dtype() -> No
     for engine, name in (("vllm", "eagle"), ("vllm", "eagle3"), ("sglang", "eagle"), ("sglang", "eagle3")):
         form = format_for(engine, head_config(name), target_config("llama", **FP8))
         assert "quantization_config" not in form.config_json("bfloat16")
+    ignored = {"quantization_config": INT4 | {"ignore": ["lm_head"]}}
+    for engine, name, more in (
+        *(("vllm", name, QUANTISED_LM_HEAD) for name in ("eagle", "eagle3", "dflash", "peagle", "medusa")),
+        ("sglang", "dflash", QUANTISED_LM_HEAD),
+        ("sglang", "eagle3", ignored),
+    ):
+        format_for(engine, head_config(name), target_config("llama", **more))
 
 
 def test_a_limit_is_warned_of_before_a_long_computation(user_warnings: list[warnings.WarningMessage]) -> None:

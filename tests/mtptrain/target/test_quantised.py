@@ -42,6 +42,14 @@ def test_an_lm_head_is_read_as_transformers_computes_with_it_or_refused(
         assert torch.equal(parts.to(CPU, dtype).logits(output.hidden_states[-1]), output.logits)
 
 
+def test_an_lm_head_that_engines_would_not_load_is_warned_of(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "target", "int4", lm_head=True)
+    config = tmp_path / "target/config.json"
+    config.write_text(config.read_text().replace('["Linear", "lm_head"]', '["Linear"]'))
+    with pytest.warns(match=r"targets of config_groups in .* should name lm_head, .*; add \"lm_head\" to them"):
+        load_frozen_parts(tmp_path / "target")
+
+
 def test_quantised_embeddings_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
     compress(plain, tmp_path / "target", "W8A16", kind="Embedding")
     message = r"model\.embed_tokens must be unquantised, .* has model\.embed_tokens\.weight_packed in I32"

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mtptrain.target.families import read_target_config
+from mtptrain.target.families import MODEL_OPT_QUANTISATION, read_target_config
 from mtptrain.target.frozen_parts import check_weights, load_frozen_parts, load_last_layer
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target, weight_files, weights_fingerprint
 from mtptrain.target.loading import check_placement, load_target
@@ -87,6 +87,7 @@ NOT_READ = "the tokenizer must be readable by transformers, but transformers rep
 UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
 UNKNOWN = r"target\.path: {} must be unquantised, or its weight .*quantised by compressed-tensors, .* has {} for it"
 NO_METHOD = "no quant_method and no scheme"
+MODEL_OPT = b'{"quantization": {"quant_algo": "FP8"}}'
 NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but transformers reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states."
@@ -177,6 +178,7 @@ CASES: list[tuple[Callable[[Path], object], Cases]] = [
         place,
         [
             (change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel")),
+            (write(MODEL_OPT_QUANTISATION, MODEL_OPT), NOT_RUN.format("modelopt")),  # transformers reads no scales
             (index({"weight_map": {"a": WEIGHTS}}), rf"{INDEX}: must have the entries metadata, but lacks metadata"),
         ],
     ),
@@ -229,7 +231,7 @@ def test_what_looks_like_damage_and_is_none_is_read(target: Path) -> None:
     write_config(target.parent, model_type="llama", max_position_embeddings=512, sliding_window=512)
     # ModelOpt describes its weights beside the config, and only layers of the target may be quantised.
     added(**{UP: torch.ones(96, 64).char()})(target)
-    (target / "hf_quant_config.json").write_text("{}")
+    write(MODEL_OPT_QUANTISATION, MODEL_OPT)(target)
     assert check_weights(target)[UP].dtype == "I8" and load_frozen_parts(target).lm_head.dtype == torch.float32
     # consolidated.safetensors repeats the weights of a checkpoint in another layout, and transformers ignores it.
     single, shard = target / WEIGHTS, target / "model-00001-of-00001.safetensors"

@@ -5,18 +5,19 @@ choice; SGLang 0.5.23: `response_token_ids` in chats), SGLang's log of requests 
 trajectories of Harbor's ATIF 1.4 and later, and traces of Verifiers 0.4. docs/traffic.md says how to log them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.utils.errors import error_summary
 
-from .renderings import Encoding
-
+Document = tuple[NDArray[np.int32], NDArray[np.uint8], int]
+"""Token ids and loss mask [S] of a document, and the number of the call with which it begins."""
 NO_IDS = "a trace without token ids, which docs/traffic.md says how to log; for its texts, prompts.source=conversations"
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character. Servers write one for several, as they decode token by token."""
@@ -30,6 +31,8 @@ class Call(NamedTuple):
     answer: list[int]
     text: Any
     """A part of the answer, by which another tokenizer is found if it is a text."""
+    asked: Any = None
+    """Likewise, a part of the prompt."""
 
 
 def read_calls(row: Mapping[str, Any]) -> list[Call] | None:
@@ -44,9 +47,16 @@ def read_calls(row: Mapping[str, Any]) -> list[Call] | None:
         raise ConversationRefused(f"a trace in another form: {error_summary(error)}") from error
     if calls is not None and not calls:
         raise ConversationRefused(NO_IDS)
-    if not all(type(token) is int and token >= 0 for call in calls or () for token in chain(call.prompt, call.answer)):
+    tokens = (token for call in calls or () for token in chain(call.prompt, call.answer))
+    if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise ConversationRefused("token ids that are no whole numbers")
     return calls
+
+
+def session_of(row: Mapping[str, Any]) -> Any:
+    """Returns the id of a trace's session; None if it has none. SGLang logs it with the request."""
+    request = row.get("obj")
+    return row.get("session_id") or (request.get("session_id") if isinstance(request, Mapping) else None)
 
 
 def _calls(row: Mapping[str, Any]) -> list[Call] | None:
@@ -66,12 +76,18 @@ def _of_choices(body: Mapping[str, Any]) -> Iterator[Call]:
     for choice in body["choices"]:
         prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt and (answer := choice.get("token_ids") or choice.get("response_token_ids")):
-            yield Call(prompt, answer, (choice.get("message") or {}).get("content") or choice.get("text"))
+            message = choice.get("message") or {}
+            thoughts = message.get("reasoning") or message.get("reasoning_content")
+            yield Call(prompt, answer, message.get("content") or thoughts or choice.get("text"))
 
 
 def _of_log(request: Mapping[str, Any], output: Mapping[str, Any]) -> Iterator[Call]:
     if any(request.get(f"{each}_data") for each in ("image", "audio", "video")):
         raise ConversationRefused("a trace with images or videos")
+    if request.get("session_params"):
+        raise ConversationRefused("a logged request that is only the end of its prompt (session_params)")
+    if any(request.get("lora_path") or ()):
+        raise ConversationRefused("an answer of an adapter (lora_path), which is another model than the target")
     prompt, answer = request.get("input_ids"), output.get("output_ids")
     if prompt and answer:
         if len(answer) != output["meta_info"]["completion_tokens"]:
@@ -80,6 +96,7 @@ def _of_log(request: Mapping[str, Any], output: Mapping[str, Any]) -> Iterator[C
 
 
 def _of_steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    asked = next((each.get("message") for each in steps if each.get("source") == "user"), None)
     for step in steps:
         metrics = step.get("metrics") or {}
         prompt, answer = (metrics.get(f"{name}_token_ids") for name in ("prompt", "completion"))
@@ -87,7 +104,8 @@ def _of_steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
             continue
         if (step.get("llm_call_count") or 1) > 1:
             raise ConversationRefused("a step of several calls, whose token ids cannot be told apart")
-        yield Call(prompt, answer, None)  # agents parse the answer before they log it
+        yield Call(prompt, answer, None, asked)  # agents parse the answer before they log it
+        asked = None
 
 
 def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
@@ -104,25 +122,64 @@ def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
             yield Call([*before, *ids[:start]], ids[start:], (node.get("message") or {}).get("content"))
 
 
-def documents_of(calls: Sequence[Call]) -> list[Encoding]:
+def documents_of(calls: Sequence[Call]) -> list[Document]:
     """Returns the fewest documents in which every answer is supervised once, after exactly the tokens before it.
 
     A call that goes on from an earlier one shares its document. Where an agent has cut or rewritten its context, or
     asked for several answers to one prompt, another document begins.
     """
-    found: list[tuple[int, list[int], list[int]]] = []
-    for number, (prompt, answer, _) in enumerate(calls):
-        same = (each for each in reversed(found) if prompt[: len(each[1])] == each[1])
+    found: list[tuple[list[int], list[int], int]] = []
+    for number, (prompt, answer, *_) in enumerate(calls):
+        same = (each for each in reversed(found) if prompt[: len(each[0])] == each[0])
         if (document := next(same, None)) is None:
-            found.append(document := (number, [], []))
-        _, ids, mask = document
+            found.append(document := ([], [], number))
+        ids, mask, _ = document
         mask += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
         ids += [*prompt[len(ids) :], *answer]
-    return [Encoding(np.array(ids, np.int32), np.array(mask, np.uint8), turn) for turn, ids, mask in found]
+    return [(np.array(ids, np.int32), np.array(mask, np.uint8), number) for ids, mask, number in found]
+
+
+def episode_of(calls: Sequence[Call]) -> list[Call]:
+    """Returns the calls of several rows in an order in which each follows those that it goes on from, each once."""
+    once = {(*call.prompt, -1, *call.answer): call for call in calls}
+    return sorted(once.values(), key=lambda call: len(call.prompt) + len(call.answer))
+
+
+def find_episodes(rows: Sequence[tuple[bytes, Collection[bytes]]]) -> list[int]:
+    """Returns for each row the first row of its episode, by its index.
+
+    Rows are of one episode if one's prompt begins with all that another has read and written, or if they repeat each
+    other. `rows` has the first prompt of each, and its documents, as bytes of tokens of equal size.
+    """
+    leader = list(range(len(rows)))
+
+    def find(row: int) -> int:
+        while leader[row] != row:
+            row = leader[row]
+        return row
+
+    marks = [(prompt, True, row) for row, (prompt, _) in enumerate(rows) if prompt]
+    marks += [(document, False, row) for row, (_, documents) in enumerate(rows) for document in documents]
+    before: list[tuple[bytes, int]] = []  # the documents with which the mark begins, from short to long
+    for tokens, is_prompt, row in sorted(marks):
+        while before and not tokens.startswith(before[-1][0]):
+            before.pop()
+        if before and (is_prompt or tokens == before[-1][0]):
+            first, second = sorted((find(before[-1][1]), find(row)))
+            leader[second] = first
+        if not is_prompt:
+            before.append((tokens, row))
+    return [find(row) for row in range(len(rows))]
 
 
 def is_written(call: Call, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether an answer's tokens hold its text, up to whitespace. A text with broken characters is not read."""
-    text = "".join(call.text.split()) if isinstance(call.text, str) else ""
-    decoded = (str(tokenizer.decode(call.answer, skip_special_tokens=skip)) for skip in (False, True))
-    return REPLACEMENT in text or any(text in "".join(each.split()) for each in decoded)
+    """Returns whether the tokens hold the logged texts, up to whitespace. One with broken characters is not read."""
+    return _holds(call.answer, call.text, tokenizer) and _holds(call.prompt, call.asked, tokenizer)
+
+
+def _holds(ids: list[int], given: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    text = "".join(given.split()) if isinstance(given, str) else ""
+    if not text or REPLACEMENT in text:
+        return True
+    decoded = (str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True))
+    return any(text in "".join(each.split()) for each in decoded)
