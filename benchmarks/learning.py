@@ -57,11 +57,13 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
             "head: must be eagle3 of the whole vocabulary with capture_layers, because the peer trains that; "
             "add recipe=quickstart_eagle3 head.draft_vocab_size=null"
         )
-    imported = [options.peer, "-c", "from speculators.train.cli import main"]
-    found = shutil.which(options.peer) and subprocess.run(imported, stderr=subprocess.PIPE, text=True)
-    if not found or found.returncode:
-        why = f", which says: {found.stderr.strip().splitlines()[-1]}" if found and found.stderr else ""
-        raise UserError(f"--peer: must be the Python of an environment with speculators, but is {options.peer}{why}")
+    peer, shown = options.peer, "import speculators.train.cli; print(version('speculators'))"
+    asked = [peer, "-c", f"from importlib.metadata import version; {shown}"]
+    found = shutil.which(peer) and subprocess.run(asked, capture_output=True, text=True)
+    said = [*found.stderr.splitlines(), *found.stdout.splitlines()][-1:] if found else []
+    if not found or found.returncode or not said or not said[0].startswith("0.9."):
+        why = f", which says: {said[0]}" if said else ""
+        raise UserError(f"--peer: must be the Python of an environment with speculators 0.9, but is {peer}{why}")
     overrides = sys.argv[1:]
     for stage in ("prompts", "hidden-states"):
         mtptrain(stage, overrides)

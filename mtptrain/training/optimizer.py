@@ -26,8 +26,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 [0.7, 1.2]."""
 OVER_VOCABULARY = ("lm_head", "markov_w2")
 """The names of output layers over a vocabulary."""
-UNUSUAL_LR = 1e-2
-"""Rates from here on are those of Muon elsewhere, whose update is scaled otherwise."""
+LEAST_LR, MOST_LR = 1e-5, 1e-2
+"""With smaller rates a head hardly moves. Rates from `MOST_LR` on are those of Muon elsewhere, whose update is scaled
+otherwise."""
 ITERATIONS = 5
 EPSILON = 1e-8
 """That of `torch.optim.AdamW`."""
@@ -47,7 +48,7 @@ def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torc
 
 
 def warn_of_rate(settings: TrainConfig) -> None:
-    if settings.lr >= UNUSUAL_LR:
+    if not LEAST_LR <= settings.lr < MOST_LR:
         warn(
             "train.lr: heads learn at 1e-4 to 5e-3, with Muon too, whose update here has as root mean square "
             f"{UPDATE_RMS} times the rate, but it is {settings.lr:g}; set train.lr=1e-3"

@@ -100,8 +100,10 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_comp
         assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
 
 
-def test_a_rate_of_another_projects_muon_is_named(recwarn: pytest.WarningsRecorder) -> None:
-    warn_of_rate(TrainConfig(optimizer=OptimizerKind.muon, lr=3e-3))
+def test_a_rate_too_small_or_of_another_projects_muon_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    for usual in (2e-5, 3e-3):
+        warn_of_rate(TrainConfig(optimizer=OptimizerKind.muon, lr=usual))
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="train.lr: heads learn at"):
-        warn_of_rate(TrainConfig(optimizer=OptimizerKind.muon, lr=0.02))
+    for lr in (0.0, 1e-6, 0.02):
+        with pytest.warns(UserWarning, match="train.lr: heads learn at"):
+            warn_of_rate(TrainConfig(lr=lr))
