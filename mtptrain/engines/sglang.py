@@ -17,7 +17,7 @@ from mtptrain.engines.vllm.formats import EAGLE_NAMES, VllmDflash, VllmDflash2, 
 from mtptrain.heads.base import Tensors
 from mtptrain.settings.heads import HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import as_ids
+from mtptrain.target.generation import as_ids, stored_generation
 from mtptrain.target.quantised import names_lm_head
 
 _STREAMS_FOR_ALL = (
@@ -46,6 +46,7 @@ IN_VLLM = "set export.engine=vllm"
 
 ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang ends answers, whatever the files say (srt/utils/hf_transformers/common.py)."""
+MAX_PENALTY = 2
 NAMED = (
     r"\bpoints\b|moss.*vl|internvl|janus|vicuna|llava-(v1\.5|next-video-(7b|34b)|v1\.6-(yi-)?34b|onevision-qwen2)|"
     r"deepseek(.*vl2|-ocr)|minicpm-[vo](?!-4[._][67])|phi-4-multimodal|unlimited|paddleocr|whisper"
@@ -157,6 +158,13 @@ class Sglang(Engine):
         added = target.tokenizer.get_added_vocab()
         own = [*as_ids(target.config.eos_token_id), *(added[text] for text in ENDS if text in added)]
         return [*dict.fromkeys(super().ends_of(target) + own)]
+
+    def why_it_fails(self, target: TargetFiles) -> str:
+        """Returns the error of requests that leave out a value that its `SamplingParams` refuse."""
+        own, penalty = target.generation, target.generation.repetition_penalty or 1
+        if stored_generation(target.directory, target.config).top_k == 0 and own.temperature != 0:
+            return "top_k must be -1 (all tokens) or at least 1, got 0"
+        return f"repetition_penalty must be in (0, 2], got {penalty}" if penalty > MAX_PENALTY else ""
 
     def notes(self, target: TargetFiles) -> list[str]:
         notes = super().notes(target)

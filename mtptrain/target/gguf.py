@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -498,6 +500,19 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
             )
 
 
+def tokenizer_of(path: Path) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer with which texts become the same tokens as in llama.cpp, if `has_known_tokenizer`."""
+    with TemporaryDirectory() as directory:
+        _write_tokenizer(read_header(path), Path(directory))
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def has_known_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether `tokenizer_of` knows how llama.cpp cuts texts with a file's tokenizer."""
+    model, split = (metadata.get(TOKENIZER + key) for key in ("model", "pre"))
+    return model == SENTENCEPIECE or (model == BYTE_LEVEL and split in SPLITS)
+
+
 def _sentencepiece(header: GGUFHeader) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of llama.cpp's `llm_tokenizer_spm`, which joins the neighbours whose text scores highest.
 
@@ -544,10 +559,12 @@ def _sentencepiece(header: GGUFHeader) -> PreTrainedTokenizerFast:
 def _write_byte_level(header: GGUFHeader, directory: Path) -> None:
     """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads."""
     path, settings = header.path, header.section(TOKENIZER)
-    with refusing(f"{path}: the tokenizer must be readable by transformers", DOWNLOAD_AGAIN):
+    must = f"{path}: the tokenizer must be readable by transformers"
+    with refusing(must, DOWNLOAD_AGAIN), TemporaryDirectory() as alone:
+        (Path(alone) / path.name).symlink_to(path.absolute())  # else tokenizer.json beside it would be read instead
         # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path.absolute().parent, gguf_file=path.name, add_bos_token=adds_token(header.metadata, "bos")
+            alone, gguf_file=path.name, add_bos_token=adds_token(header.metadata, "bos")
         )
     tokenizer.save_pretrained(directory)
     saved, split = read_json(directory / "tokenizer.json"), settings["pre"]

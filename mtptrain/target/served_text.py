@@ -24,19 +24,20 @@ from transformers.utils.chat_template_utils import _compile_jinja_template as co
 
 from mtptrain.target.files import DEVELOPER, RENDERED, TargetFiles, names_in, parsed_template
 from mtptrain.target.generation import FILE
-from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER
+from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, has_known_tokenizer, tokenizer_of
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
 
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+PROCESSOR = "processor_config.json"
 PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
-READERS = {CONFIG: "llama.cpp's converter", LEGACY: "processors of targets with images"}
+READERS = {CONFIG: "llama.cpp's converter", **dict.fromkeys((PROCESSOR, LEGACY), "processors of targets with images")}
 """Who takes the template of a file that is not the one that transformers takes. That of a GGUF file is llama.cpp's."""
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
-TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}])
+TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "<", "parameters": {}}}])
 DATES = ("date_string", "datetime")
 """Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
 KEPT = {
@@ -46,6 +47,8 @@ KEPT = {
 """Variables that it sets if the server is not told otherwise, which keep the thoughts of earlier answers
 (common/jinja/caps.cpp)."""
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
+SAFE = re.compile(r"\|\s*safe\b")
+"""Marks a text in Jinja, so that what is added to it is escaped as HTML."""
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "Hi"},
@@ -63,10 +66,13 @@ UNNAMED = {"llama": "CodeLlamaTokenizer"}
 """The class that transformers 5.5 takes for a family, and later ones do not, if no file names one."""
 RESTORED = r"((Code)?Llama|Gemma)Tokenizer(Fast)?|CohereTokenizerFast"
 """Classes whose add_bos_token SGLang reads, true by default, where transformers takes the post-processor alone."""
+MISTRAL = ("consolidated*.safetensors", "params.json", "tekken.json", "tokenizer.model.v*")
+"""What vLLM 0.32 reads of a folder, if the first is there: weights, config and tokenizer of Mistral's own format."""
 FLAGS, NOT_OF_PHI = ("lstrip", "rstrip", "single_word"), ("<unk>", "<s>", "<|endoftext|>")
 """What llama.cpp b11434 does not read of added tokens; in a file that `general.name` calls a phi-3, all but three strip
 the space after them (src/llama-vocab.cpp)."""
 LLAMA = f"llama.cpp, which passes over {', '.join(FLAGS)} of added tokens, normalizers and add_prefix_space,"
+IN_GGUF = "llama.cpp, by the tokens of target.gguf,"
 AS_IT_IS = (
     f"set tokenizer_class in {CONFIG} to PreTrainedTokenizerFast, with which all read tokenizer.json as it is (except "
     "for a qwen2, which keeps its class)"
@@ -92,7 +98,9 @@ def _templates_elsewhere(target: TargetFiles) -> Iterator[str]:
     in_gguf = target.gguf_metadata
     files = [target.directory / JINJA, *target.directory.glob("additional_chat_templates/*.jinja")]
     first = next((str(path.relative_to(target.directory)) for path in files if path.is_file()), JINJA)
-    settings = {name: read_json(path) for name in (CONFIG, LEGACY) if (path := target.directory / name).is_file()}
+    settings = {
+        name: read_json(path) for name in (CONFIG, PROCESSOR, LEGACY) if (path := target.directory / name).is_file()
+    }
     stored = {
         first: {"default" if path.name == JINJA else path.stem: path.read_text() for path in files if path.is_file()},
         **{name: content.get("chat_template") for name, content in settings.items()},
@@ -317,13 +325,15 @@ def _llama_rendered(
 ) -> str:
     """Returns a chat as text in llama.cpp b11434, which defines neither empty tools, nor documents, nor other tokens.
 
-    It trims contents for one family, that of StepFun (common/chat.cpp).
+    It trims contents for one family, that of StepFun (common/chat.cpp), and its filter `safe` changes nothing.
     """
     given = {"bos_token": bos, "eos_token": eos, **({"tools": tools} if tools else {})}
     with suppress(Exception):
         template = tokenizer.get_chat_template(tools=tools)
         messages = [{**each, "content": each["content"].strip()} for each in chat] if STEPFUN in template else [*chat]
-        return compile_jinja_template(template).render(messages=messages, add_generation_prompt=False, **given)
+        return compile_jinja_template(SAFE.sub("", template)).render(
+            messages=messages, add_generation_prompt=False, **given
+        )
     return ""
 
 
@@ -343,25 +353,32 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     if (plain := _as_llama_reads(content, str(target.gguf_metadata.get("general.name")))) != content:
         others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer.from_str(json.dumps(plain)))
+    if target.given_gguf and target.gguf and has_known_tokenizer(target.gguf_metadata):
+        others[IN_GGUF] = partial(tokenizer_of, target.gguf)
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
     chats = [_rendered(tokenizer, *each, add_generation_prompt=True) for each in (chat, _chats(tokenizer)[0])]
     texts = (TEXT, *chats)  # with a space after each special token, and without
     ours = _cut(lambda: tokenizer, texts)
     splits = getattr(tokenizer, "split_special_tokens", False)
     mend = f"set split_special_tokens in {CONFIG} to false" if splits else AS_IT_IS
+    mends, known = {LLAMA: "give it prompts as token ids", IN_GGUF: "convert the target again"}, [ours]
     for cutter, load in others.items():
-        differing = [each for each in zip(texts, ours, _cut(load, texts), strict=True) if each[1] != each[2]]
-        for text, own, theirs in differing[:1]:
-            yield (
-                f"{target.directory}: servers should cut {text!r} into {own}, as {type(tokenizer).__name__} here, but "
-                f"{cutter} gives {theirs}; {'give it prompts as token ids' if cutter == LLAMA else mend}"
-            )
-    mistral = [path.name for name in ("tekken.json", "tokenizer.model.v*") for path in target.directory.glob(name)]
-    if mistral and stored.is_file() and any(target.directory.glob("consolidated*.safetensors")):
+        if (cut := _cut(load, texts)) in known:
+            continue
+        known.append(cut)
+        text, own, theirs = next(each for each in zip(texts, ours, cut, strict=True) if each[1] != each[2])
         yield (
-            f"{target.directory}: servers should read tokenizer.json and the chat template, as here, but vLLM 0.32 "
-            f"reads {', '.join(mistral)} by mistral_common instead, which takes the names of special tokens in a chat "
-            "for plain text; start it with --tokenizer-mode hf"
+            f"{target.directory}: servers should cut {text!r} into {own}, as {type(tokenizer).__name__} here, but "
+            f"{cutter} gives {theirs}; {mends.get(cutter, mend)}"
+        )
+    mistral = [path.name for name in MISTRAL for path in sorted(target.directory.glob(name))]
+    if any(name.startswith("consolidated") for name in mistral):
+        has_own = any(name.startswith("tek") or ".v" in name for name in mistral)
+        as_text = ", the tokenizer by mistral_common, which takes names of special tokens in a chat for plain text"
+        yield (
+            f"{target.directory}: servers should read the weights, settings and tokenizer that are read here, but vLLM "
+            f"0.32 reads {', '.join(mistral)} instead{as_text * has_own}; start it with --load-format hf "
+            "--config-format hf --tokenizer-mode hf, or remove these files"
         )
 
 

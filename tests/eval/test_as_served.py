@@ -126,6 +126,10 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("transformers", {"encoder_no_repeat_ngram_size": 3}, "applies encoder_no_repeat_ngram_size"),
         ("transformers", {"num_beam_groups": 1, "use_mtp": True, "top_h": 0.5}, "applies top_h"),
         ("vllm", {"temperature": 3.0}, rf"{fails}temperature must be in \[0, 2\], got 3"),
+        ("sglang", {"temperature": 0.7, "top_k": 0}, rf"{fails}top_k must be -1 .* got 0"),
+        ("sglang", {"temperature": 0.7, "top_k": -1}, "applies temperature to each"),
+        ("sglang", {"temperature": 0.0, "top_k": 0}, "applies temperature to each"),
+        ("sglang", {"repetition_penalty": 2.5}, rf"{fails}repetition_penalty must be in \(0, 2\], got 2.5"),
     ):
         notes = engine_of(name).notes(run_with(target, name, **settings).target)
         others = [note for note in notes if not note.startswith("vLLM 0.32 samples a request without")]
@@ -135,6 +139,9 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     )
     assert "takes 9 tokens at most, by seq_len" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
     (target / "config.json").write_text(config)
+    (modules := target / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling"}]')
+    assert "for a model of embeddings, by modules.json" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
+    modules.unlink()
     of_embeddings = target / "sentence_bert_config.json"
     for settings, said in (
         ({"max_seq_length": 32, "do_lower_case": True}, "takes 32 tokens .* lower-cases prompts: remove it"),
@@ -161,6 +168,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     other.tokenizer.add_tokens(["<|eom_id|>"], special_tokens=True)
     other.config.vocab_size += 1
     assert engine_of("sglang").ends_of(other) == [3, EOS, 4, 260]
+    assert engine_of("mlx").ends_of(other) == [3, EOS]
+    assert engine_of("mlx").ends_of(run_with(target, "mlx", eos_token_id=None).target) == [3, 4, EOS]
     assert re.search(
         r"SGLang 0.5.23 ends answers at 4 \(.*, 260 \(<.eom_id.>\) too", engine_of("sglang").ends_note(other)
     )
@@ -168,6 +177,10 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     named = replace(run_with(target, "sglang").target, path="org/Wizard-Vicuna-7B")
     assert "if the target's path has `Vicuna`: start it with `--chat-template" in engine_of("sglang").notes(named)[-1]
     assert "--chat-template" not in str(engine_of("sglang").notes(replace(named, path="org/viewpoints")))
+    templated = run_with(target, "openvino").target
+    assert "by a program of its own, which fails" in engine_of("openvino").notes(templated)[-1]
+    templated.tokenizer.chat_template = None
+    assert "by a program of its own" not in str(engine_of("openvino").notes(templated))
     silent = run_with(target, "vllm", eos_token_id=None).target
     assert engine_of("openvino").ends_of(silent) == [EOS] and engine_of("openvino").ends_of(other) == [3]
     silent.tokenizer.eos_token = None

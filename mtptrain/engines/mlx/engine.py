@@ -24,7 +24,7 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import CausalLayers, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.generation import GenerationDefaults
+from mtptrain.target.generation import GenerationDefaults, as_ids
 from mtptrain.target.loading import without_transformers_bar
 from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import read_json
@@ -131,6 +131,11 @@ class Mlx(WorkerEngine):
                 f"export.engine: mlx-lm must have the logits of transformers for the model in {directory}, but they "
                 f"differ by {share:.2g} of their standard deviation; set another export.engine, or use another model"
             )
+
+    def ends_of(self, target: TargetFiles) -> list[int]:
+        """Returns the ends of config.json where generation_config.json names none, as both packages do."""
+        own = target.own_generation.eos_token_ids or as_ids(own_config(target.config)[1].get("eos_token_id"))
+        return [*dict.fromkeys((*own, *as_ids(target.tokenizer.eos_token_id)))]
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         return ""  # the two packages differ: see the notes of their formats

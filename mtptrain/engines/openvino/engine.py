@@ -89,7 +89,14 @@ class Openvino(WorkerEngine):
         note = f"Without drafts, {self.name} {self.version} refuses every request, for {named} in the target's {FILE}."
         longest = own.get("max_length")
         too_long = f"Without drafts, a prompt of {longest} tokens or more, the max_length, is an error."
-        return super().notes(target) + [note] * bool(named) + [too_long] * (longest is not None)
+        own_program = (
+            f"{self.name} {self.version} makes prompts of chats by a program of its own, which fails for some chat "
+            "templates (GLM-4.6's, and all with `is undefined`) and makes other text of others (tools in SmolLM3's): "
+            "render chats by transformers, and send the text with apply_chat_template=False."
+        )
+        has_template = bool(target.tokenizer.chat_template)
+        notes = super().notes(target) + [note] * bool(named) + [too_long] * (longest is not None)
+        return notes + [own_program] * has_template
 
     def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
         if temperature > 0:

@@ -138,6 +138,11 @@ class Vllm(RunningEngine):
                     f"vLLM {self.version} takes {settings['max_seq_length']} tokens at most, by {path.name}, which is "
                     f"for embeddings{', and lower-cases prompts' * bool(settings.get('do_lower_case'))}: remove it."
                 )
+        if (path := target.directory / "modules.json").is_file() and "Pooling" in path.read_text():
+            notes.append(
+                f"vLLM {self.version} takes the target for a model of embeddings, by {path.name}, and writes no "
+                "answers: start it with --runner generate, or remove that file."
+            )
         if contexts[key] >= config.max_position_embeddings:
             return notes
         return [
@@ -233,6 +238,8 @@ def serve_arguments(served: Served, num_drafts: int) -> list[str]:
 def target_arguments(served: ServedTarget, model: Path, head: Mapping[str, Any]) -> list[str]:
     """Returns the arguments of `vllm serve` for a model on disk, with room for a head with this config.json."""
     arguments = ["--model", str(model), "--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
+    # Otherwise files of other formats beside these, and modules.json, would choose.
+    arguments += ["--load-format", "hf", "--config-format", "hf", "--runner", "generate"]
     arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
         arguments += ["--kv-cache-memory-bytes", str(cache_bytes(served, head, 2 * served.concurrency))]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.target.served_text import chats_elsewhere, end_of_turn, texts_elsewhere
 from tests.conftest import make_target, make_tokenizer
-from tests.gguf_files import write_gguf
+from tests.gguf_files import tokenizer_settings, write_gguf
 
 A, B = "{{ bos_token }}{{ messages[0].content }}", "<<{{ messages[0].content }}"
 NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]
@@ -29,6 +30,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
     "a list for tools": ({JINJA: A, CONFIG: NAMED}, "", [f"differs from that of {CONFIG}"]),
     "a folder for tools": ({JINJA: A, TOOLS: B, CONFIG: A}, "", [f"differs from that of {CONFIG}"]),
     "of a processor": ({CONFIG: A, LEGACY: B}, "", [f"{CONFIG}, taken .* that of {LEGACY}, taken by processors of"]),
+    "of a processor's settings": (
+        {CONFIG: A, "processor_config.json": B},
+        "",
+        ["that of processor_config.json, taken"],
+    ),
     "of a GGUF file": ({JINJA: A, CONFIG: A, GGUF: B}, GGUF, [rf"that of \S+/{GGUF}, taken by llama.cpp;"]),
     "equal ones": ({JINJA: A + "\n", CONFIG: A, LEGACY: A, GGUF: A}, "a post-processor", []),
     "equal ones for tools": ({JINJA: A, TOOLS: B, CONFIG: NAMED}, "", []),
@@ -108,6 +114,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         {JINJA: A + "{% if false %}You have access to the following functions in JSONSchema format{% endif %}"},
         "",
         [r"llama-server should .* makes '.*Hi' of one that is '.* Hi ' here"],
+    ),
+    "a text that llama.cpp does not mark as safe": (
+        {JINJA: A + "{% if tools %}{{ '' |safe + tools[0].function.description }}{% endif %}"},
+        "",
+        ["llama-server .* makes '.*a<' of one that is '.*a&lt;' here"],
     ),
     "thoughts beside tools": (
         {JINJA: A + "{% if tools and add_generation_prompt and not enable_thinking %}<-{% endif %}"},
@@ -341,7 +352,29 @@ def test_files_that_vllm_reads_by_mistral_common_are_named(tmp_path: Path) -> No
     assert not [*texts_elsewhere([], TargetFiles(directory))]  # vLLM then reads tokenizer.json
     (directory / "consolidated.safetensors").touch()
     [found] = texts_elsewhere([], TargetFiles(directory))
-    assert "vLLM 0.32 reads tekken.json by mistral_common instead" in found and "--tokenizer-mode hf" in found
+    assert "vLLM 0.32 reads consolidated.safetensors, tekken.json instead, the tokenizer by mistral_common" in found
+    (directory / "tekken.json").unlink()
+    (directory / "params.json").write_text("{}")
+    [found] = chats_elsewhere(TargetFiles(directory))
+    assert "vLLM 0.32 reads consolidated.safetensors, params.json instead; start it with --load-format hf --c" in found
+
+
+def test_other_tokens_of_a_gguf_file_are_named(tmp_path: Path) -> None:
+    directory = make_target(tmp_path)
+    settings = tokenizer_settings(256)
+    tokens, kinds = (settings[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    swapped = [*tokens[:256], tokens[258], tokens[257], tokens[256], *tokens[259:]]
+    for name, changed, said in (
+        ("tokens", tokens, []),
+        ("tokens", swapped, [r"\[258, .* here, but llama.cpp, by the tokens of target.gguf, gives \[256, "]),
+        ("token_type", [*kinds[:258], 1, *kinds[259:]], [r"by the tokens of target.gguf, gives \[27, 84, 82"]),
+        ("pre", "another", []),  # whose rule for words is not known
+    ):
+        path = tmp_path / f"{name}{len(said)}.gguf"  # beside the tokenizer.json of the target
+        gguf = write_gguf(path, directory, settings={f"tokenizer.ggml.{name}": changed})
+        for elsewhere in (chats_elsewhere, partial(texts_elsewhere, [])):
+            found = [each for each in elsewhere(TargetFiles(directory, given_gguf=str(gguf))) if "should cut" in each]
+            assert len(found) == len(said) and all(map(re.search, said, found)), found
 
 
 TAGGED = "{% for message in messages %}<tag>{{ message.content }}{% endfor %}"
