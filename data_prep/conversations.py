@@ -60,7 +60,7 @@ class Source:
         raise NotImplementedError
 
     def row(self, index: int) -> Row:
-        return _row(*self.origins[index])
+        return row_at(*self.origins[index])
 
     def location(self, index: int) -> str:
         path, _, row = self.origins[index]
@@ -72,7 +72,7 @@ class Source:
             refused: dict[str, str] = {}
             num_before = len(self.names)
             for index in range(len(rows)):
-                row = _row(path, rows, index)
+                row = row_at(path, rows, index)
                 if row is BLANK:
                     continue
                 try:
@@ -144,7 +144,7 @@ def row_name(row: Row, content: bytes) -> str:
     return text_of("id", given[0]) if given else short_hash(content)
 
 
-def _row(path: str, rows: Sequence[Row], index: int) -> Row:
+def row_at(path: str, rows: Sequence[Row], index: int) -> Row:
     """Returns a row, without the nulls that parquet fills into tools and calls."""
     try:
         row = rows[index]

@@ -16,11 +16,11 @@ from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.row_files import Row
 from mtptrain.data.rows import ID_COLUMNS, RowFormat, given_columns, pass_over
 from mtptrain.data.text_files import read_text_files
-from mtptrain.data.traces import documents_of, episode_of, find_episodes, is_written, read_calls, session_of
+from mtptrain.data.traces import documents_of, find_episodes, is_written, read_calls
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
-from .conversations import Source, read_conversations, row_name
+from .conversations import Source, read_conversations, row_at, row_name
 from .near_duplicates import join_near_duplicates
 from .renderings import EncodedItem, Encoding, check_chat_template
 from .responses.store import read_responses
@@ -77,12 +77,10 @@ class TokenRows(Source):
     """Rows that somebody else has tokenized, each with the loss mask that says what is supervised, and traces."""
 
     tokenizer: PreTrainedTokenizerBase
-    num_with_text: int = 0
-    """Traces whose texts are those of their tokens."""
     _read: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
     """What `find_episodes` needs of each usable row."""
-    _later: list[list[int]] = field(default_factory=list)
-    """The further rows of the episode of each item, by their indices in `origins`, where they follow the first ones."""
+    _later: list[list[tuple[str, Sequence[Row], int]]] = field(default_factory=list)
+    """The further rows of the episode of each item."""
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         # Answers to one prompt stay together: a group is named by the tokens before the first supervised one, if any.
@@ -91,8 +89,9 @@ class TokenRows(Source):
                 raise ConversationRefused("a run that failed, which prompts.drop_failed leaves out")
             if not all(is_written(call, self.tokenizer) for call in calls):
                 raise ConversationRefused(NOT_WRITTEN)
-            self.num_with_text += any(isinstance(call.text or call.asked, str) for call in calls)
-            name, asked = row_name(row, json.dumps(calls).encode()), session_of(row) or calls[0].prompt
+            name, asked = row_name(row, json.dumps(calls).encode()), row.get("session_id") or calls[0].prompt
+            if row.get("event") == "request.finished":  # of SGLang
+                asked = row["obj"].get("session_id") or asked
             first, documents = np.array(calls[0].prompt, np.int32), [ids.tobytes() for ids, *_ in documents_of(calls)]
             self._read.append((first.tobytes(), documents))
             return name, short_hash(json.dumps(asked).encode()), set()
@@ -108,29 +107,21 @@ class TokenRows(Source):
     def _encode(self, index: int) -> EncodedItem:
         if (calls := read_calls(row := self.row(index))) is None:
             return EncodedItem([read_tokens(row, self.form.metadata)[0]])
-        if later := self._later[index]:
-            calls = episode_of([*calls, *(call for each in later for call in read_calls(self.row(each)) or ())])
+        calls += [call for later in self._later[index] for call in read_calls(row_at(*later)) or ()]
         return EncodedItem([Encoding(*document) for document in documents_of(calls)])
 
     def join_episodes(self) -> None:
-        """Makes the rows of an episode one item, with the name and the group of the first.
-
-        Raises UserError if no text of a trace is that of its tokens.
-        """
-        if not self.num_with_text and NOT_WRITTEN in self.refused.values():
+        """Makes the rows of an episode one item. Raises UserError if most rows are of another tokenizer."""
+        if (num_wrong := [*self.refused.values()].count(NOT_WRITTEN)) > len(self.names):
             raise UserError(
-                f"prompts.paths: token ids must be of the target's tokenizer, but {len(self.refused):,} rows have "
-                f"{NOT_WRITTEN}, and no row has a text that its ids give; set target.path to the model that wrote them"
+                f"prompts.paths: token ids must be of the target's tokenizer, but {num_wrong:,} rows, more than can be "
+                f"used, have {NOT_WRITTEN}; set target.path to the model that wrote them, or leave these rows out"
             )
-        firsts = find_episodes(self._read)
-        kept = [index for index, first in enumerate(firsts) if index == first]
-        joined = [index for index, first in enumerate(firsts) if index != first]
-        items = {index: item for item, index in enumerate(kept)}
-        self._later, self.num_joined = [[] for _ in kept], len(joined)
-        for place, index in enumerate(joined, len(kept)):
-            self._later[items[firsts[index]]].append(place)
-        self.origins = [self.origins[index] for index in [*kept, *joined]]
-        self.names, self.groups = [self.names[index] for index in kept], [self.groups[index] for index in kept]
+        episodes = find_episodes(self._read)
+        self._later = [[self.origins[index] for index in later] for _, *later in episodes]
+        self.num_joined = sum(map(len, self._later))
+        self.names, self.groups = [self.names[i] for i, *_ in episodes], [self.groups[i] for i, *_ in episodes]
+        self.origins = [self.origins[i] for i, *_ in episodes]
 
 
 def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set[str]]:

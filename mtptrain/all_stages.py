@@ -132,7 +132,15 @@ def check(config: PipelineConfig) -> None:
     check_engines(config)
     directory = config_dir(config.target.path, config.target.revision)
     check_start(config.head, TargetFiles(directory))
-    check_weights_of(directory, getattr(torch, config.acceptance.dtype))
+    if any(directory.glob("*.safetensors")):
+        check_parts(directory, check_weights(directory))
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_quantisation(directory, getattr(torch, config.acceptance.dtype), device)
+    except UserError as error:
+        if not is_plan:  # which may be for another machine, or for stages in vLLM alone
+            raise
+        warn(str(error))
     if not is_plan:  # which downloads no weights, and writes nothing
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
@@ -142,21 +150,6 @@ def check(config: PipelineConfig) -> None:
             export_dir(config).check_replaceable()
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
-
-
-def check_weights_of(directory: Path, dtype: torch.dtype) -> None:
-    """Refuse weights that are here and that no stage could read, or that transformers could not run in `dtype`.
-
-    A plan, which may be for another machine or for single stages, warns of the latter.
-    """
-    if any(directory.glob("*.safetensors")):
-        check_parts(directory, check_weights(directory))
-    try:
-        check_quantisation(directory, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    except UserError as error:
-        if started_stage() != "plan":
-            raise
-        warn(str(error))
 
 
 def check_engines(config: PipelineConfig) -> None:

@@ -16,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.utils.errors import error_summary
 
-Document = tuple[NDArray[np.int32], NDArray[np.uint8], int]
-"""Token ids and loss mask [S] of a document, and the number of the call with which it begins."""
 NO_IDS = "a trace without token ids, which docs/traffic.md says how to log; for its texts, prompts.source=conversations"
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character. Servers write one for several, as they decode token by token."""
@@ -53,12 +51,6 @@ def read_calls(row: Mapping[str, Any]) -> list[Call] | None:
     return calls
 
 
-def session_of(row: Mapping[str, Any]) -> Any:
-    """Returns the id of a trace's session; None if it has none. SGLang logs it with the request."""
-    request = row.get("obj")
-    return row.get("session_id") or (request.get("session_id") if isinstance(request, Mapping) else None)
-
-
 def _calls(row: Mapping[str, Any]) -> list[Call] | None:
     body = row.get("response", row)
     if "nodes" in row:
@@ -76,9 +68,7 @@ def _of_choices(body: Mapping[str, Any]) -> Iterator[Call]:
     for choice in body["choices"]:
         prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt and (answer := choice.get("token_ids") or choice.get("response_token_ids")):
-            message = choice.get("message") or {}
-            thoughts = message.get("reasoning") or message.get("reasoning_content")
-            yield Call(prompt, answer, message.get("content") or thoughts or choice.get("text"))
+            yield Call(prompt, answer, (choice.get("message") or {}).get("content") or choice.get("text"))
 
 
 def _of_log(request: Mapping[str, Any], output: Mapping[str, Any]) -> Iterator[Call]:
@@ -122,14 +112,18 @@ def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
             yield Call([*before, *ids[:start]], ids[start:], (node.get("message") or {}).get("content"))
 
 
-def documents_of(calls: Sequence[Call]) -> list[Document]:
-    """Returns the fewest documents in which every answer is supervised once, after exactly the tokens before it.
+def documents_of(calls: Sequence[Call]) -> list[tuple[NDArray[np.int32], NDArray[np.uint8], int]]:
+    """Returns the fewest documents in which every answer is supervised once, after exactly the tokens before it: ids,
+    loss mask and the number of the first call of each.
 
-    A call that goes on from an earlier one shares its document. Where an agent has cut or rewritten its context, or
-    asked for several answers to one prompt, another document begins.
+    A call that goes on from another one shares its document. Where an agent has cut or rewritten its context, or asked
+    for several answers to one prompt, another document begins. Of equal calls, one counts.
     """
+    once = {(*call.prompt, -1, *call.answer): call for call in calls}
     found: list[tuple[list[int], list[int], int]] = []
-    for number, (prompt, answer, *_) in enumerate(calls):
+    for number, (prompt, answer, *_) in enumerate(
+        sorted(once.values(), key=lambda call: len(call.prompt) + len(call.answer))
+    ):
         same = (each for each in reversed(found) if prompt[: len(each[0])] == each[0])
         if (document := next(same, None)) is None:
             found.append(document := ([], [], number))
@@ -139,47 +133,39 @@ def documents_of(calls: Sequence[Call]) -> list[Document]:
     return [(np.array(ids, np.int32), np.array(mask, np.uint8), number) for ids, mask, number in found]
 
 
-def episode_of(calls: Sequence[Call]) -> list[Call]:
-    """Returns the calls of several rows in an order in which each follows those that it goes on from, each once."""
-    once = {(*call.prompt, -1, *call.answer): call for call in calls}
-    return sorted(once.values(), key=lambda call: len(call.prompt) + len(call.answer))
+def find_episodes(rows: Sequence[tuple[bytes, Collection[bytes]]]) -> list[list[int]]:
+    """Returns the indices of the rows of each episode, by the first prompt and the documents of each row, as bytes.
 
-
-def find_episodes(rows: Sequence[tuple[bytes, Collection[bytes]]]) -> list[int]:
-    """Returns for each row the first row of its episode, by its index.
-
-    Rows are of one episode if one's prompt begins with all that another has read and written, or if they repeat each
-    other. `rows` has the first prompt of each, and its documents, as bytes of tokens of equal size.
+    A row whose prompt begins with all that another has read and written goes on from it; rows may also be repeated.
     """
     leader = list(range(len(rows)))
 
-    def find(row: int) -> int:
+    def first_of(row: int) -> int:
         while leader[row] != row:
             row = leader[row]
         return row
 
     marks = [(prompt, True, row) for row, (prompt, _) in enumerate(rows) if prompt]
     marks += [(document, False, row) for row, (_, documents) in enumerate(rows) for document in documents]
-    before: list[tuple[bytes, int]] = []  # the documents with which the mark begins, from short to long
+    before: list[tuple[bytes, int]] = []  # the documents with which the tokens begin, from short to long
     for tokens, is_prompt, row in sorted(marks):
         while before and not tokens.startswith(before[-1][0]):
             before.pop()
         if before and (is_prompt or tokens == before[-1][0]):
-            first, second = sorted((find(before[-1][1]), find(row)))
+            first, second = sorted((first_of(before[-1][1]), first_of(row)))
             leader[second] = first
-        if not is_prompt:
-            before.append((tokens, row))
-    return [find(row) for row in range(len(rows))]
+        before += [] if is_prompt else [(tokens, row)]
+    episodes: dict[int, list[int]] = {}
+    for row in range(len(rows)):
+        episodes.setdefault(first_of(row), []).append(row)
+    return list(episodes.values())
 
 
 def is_written(call: Call, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Returns whether the tokens hold the logged texts, up to whitespace. One with broken characters is not read."""
-    return _holds(call.answer, call.text, tokenizer) and _holds(call.prompt, call.asked, tokenizer)
-
-
-def _holds(ids: list[int], given: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
-    text = "".join(given.split()) if isinstance(given, str) else ""
-    if not text or REPLACEMENT in text:
-        return True
-    decoded = (str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True))
-    return any(text in "".join(each.split()) for each in decoded)
+    for ids, given in ((call.answer, call.text), (call.prompt, call.asked)):
+        text = "".join(given.split()) if isinstance(given, str) and REPLACEMENT not in given else ""
+        decoded = (str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True))
+        if text and not any(text in "".join(each.split()) for each in decoded):
+            return False
+    return True

@@ -42,7 +42,6 @@ Those classes have `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture
 """
 BLOCK_METHODS = ("DFLASH", "DSPARK")
 """Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""
-IN_VLLM = "set export.engine=vllm"
 
 ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang ends answers, whatever the files say (srt/utils/hf_transformers/common.py)."""
@@ -182,7 +181,11 @@ class Sglang(Engine):
         if head.name != "dflash" and names_lm_head(target):
             # eagle_worker_v2.py reads it even where the head has its own; dspark_worker_v2.py; models/dflash.py
             reason = "SGLang reads the weight of lm_head to draft with this head, and a packed one has none"
-            must_be, value, instead = "a target with an unquantised lm_head", "one with a quantised one", IN_VLLM
+            must_be, value, instead = (
+                "a target with an unquantised lm_head",
+                "one with a quantised one",
+                "set export.engine=vllm",
+            )
             yield Refusal("target.path", must_be, value, reason, instead, may_change_engine=False)
         if isinstance(head, MtpConfig):
             reason = "SGLang passes the states after the target's final norm to a head"

@@ -14,13 +14,8 @@ import numpy as np
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.dflash import SLIDING
-from mtptrain.target.families import (
-    MODEL_OPT_QUANTISATION,
-    ROPE_OF_THE_TARGET,
-    STATIC_ROPE_TYPES,
-    head_rope_parameters,
-    norm_eps,
-)
+from mtptrain.target.families import ROPE_OF_THE_TARGET, STATIC_ROPE_TYPES, head_rope_parameters, norm_eps
+from mtptrain.target.hub import MODEL_OPT_QUANTISATION
 from mtptrain.utils.errors import UserError, refusing, warn
 from mtptrain.utils.files import read_json
 

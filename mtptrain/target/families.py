@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from mtptrain.target.form import find_form
 from mtptrain.target.generation import NO_EFFECT, read_generation
-from mtptrain.target.hub import DOWNLOAD_AGAIN
+from mtptrain.target.hub import DOWNLOAD_AGAIN, MODEL_OPT_QUANTISATION
 from mtptrain.target.mimo import MiMoConfig, is_mimo_json
 from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.files import read_json
@@ -42,9 +42,6 @@ TEXT_MODEL_NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",
 }
 """Patterns of tensor names in image+text checkpoints, and what stands for them in the language model alone."""
-
-MODEL_OPT_QUANTISATION = "hf_quant_config.json"
-"""ModelOpt's description of quantised weights, beside config.json. vLLM reads it, but transformers does not."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose rotation of a position does not depend on the length of the text."""

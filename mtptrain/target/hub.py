@@ -25,6 +25,9 @@ DOWNLOAD_AGAIN = "download it again, or choose another target"
 MASK_EMBEDDING = "mask_embedding.pt"
 """A head's trained embedding of its mask token, which engines read from a file of its own."""
 
+MODEL_OPT_QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's description of quantised weights, beside config.json. vLLM reads it, but transformers does not."""
+
 INDEX = "model.safetensors.index.json"
 """The file of a sharded checkpoint that names the file of each tensor."""
 

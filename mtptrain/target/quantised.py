@@ -19,13 +19,13 @@ METHOD = "compressed-tensors"
 def names_lm_head(config: PreTrainedConfig) -> bool:
     """Returns whether `targets` in the config of compressed-tensors name lm_head, as vLLM and SGLang want it."""
     settings = getattr(config, "quantization_config", None) or {}
-    groups = (settings.get("config_groups") or {}).values()  # a scheme each, or the targets of one by its name
+    groups, ignore = (
+        (settings.get("config_groups") or {}).values(),
+        settings.get("ignore") or (),
+    )  # a scheme each, or the targets of one by its name
     targets = [name for each in groups for name in (each if isinstance(each, list) else each.get("targets", ()))]
-    named, ignored = (
-        any(re.match(name.removeprefix("re:"), "lm_head") for name in names)
-        for names in (targets, settings.get("ignore") or ())
-    )
-    return named and not ignored
+    named, ignored = ([x for x in each if re.match(x.removeprefix("re:"), "lm_head")] for each in (targets, ignore))
+    return bool(named and not ignored)
 
 
 def quantised_modules(

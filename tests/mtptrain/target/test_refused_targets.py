@@ -18,9 +18,16 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mtptrain.target.families import MODEL_OPT_QUANTISATION, read_target_config
+from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import check_weights, load_frozen_parts, load_last_layer
-from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target, weight_files, weights_fingerprint
+from mtptrain.target.hub import (
+    MODEL_OPT_QUANTISATION,
+    config_dir,
+    load_tokenizer,
+    resolve_target,
+    weight_files,
+    weights_fingerprint,
+)
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
