@@ -52,24 +52,24 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 2377,
+    "mtptrain": 2370,
     "mtptrain/cli": 711,
-    "mtptrain/data": 1433,
+    "mtptrain/data": 1419,
     "mtptrain/decoding": 1745,
-    "mtptrain/engines": 5213,
+    "mtptrain/engines": 5216,
     "mtptrain/heads": 3178,
     "mtptrain/hidden_states": 2010,
-    "mtptrain/init_from": 1379,
+    "mtptrain/init_from": 1374,
     "mtptrain/planning": 883,
     "mtptrain/settings": 1217,
     "mtptrain/target": 3539,
     "mtptrain/training": 2799,
     "mtptrain/utils": 1158,
-    "data_prep": 2783,
+    "data_prep": 2774,
     "eval": 2235,
     "slurm": 137,
     "benchmarks": 808,
-    "tests": 23250,
+    "tests": 23255,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -144,7 +144,7 @@ def test_rows_that_go_on_from_others_are_one_document_and_one_split_in_any_order
     branch = [0, 100, *tokenizer("answer 0", add_special_tokens=False)["input_ids"], *[9] * 20]
     rows += [
         logged({"input_ids": branch}, {}),
-        rows[4],
+        rows[3],
         {"input_ids": [*branch, 1], "loss_mask": [0] * len(branch) + [1]},
     ]
     expected |= {(*branch, 4, 5): [0] * len(branch) + [1, 1], (*branch, 1): [0] * len(branch) + [1]}
@@ -154,7 +154,7 @@ def test_rows_that_go_on_from_others_are_one_document_and_one_split_in_any_order
     assert found == expected and len(report.refused) == 0
     assert (report.counts["items"], report.counts["joined"], report.counts["copies"]) == (21, 42, 0)
     expected_by_plan = expected_documents(config.prompts, 0, tokenizer)
-    assert expected_by_plan is not None and expected_by_plan.tokens > 0
+    assert expected_by_plan is not None and expected_by_plan.documents > 20
 
 
 def test_traces_of_another_tokenizer_stop_the_command_though_some_have_no_text(chat_config: ConfigFor) -> None:
