@@ -15,7 +15,7 @@ from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
 from mtptrain.settings.training import OptimizerKind
 from mtptrain.utils.distributed import Ranks
-from mtptrain.utils.errors import warn
+from mtptrain.utils.errors import UserError, warn
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.4
@@ -35,13 +35,17 @@ EPSILON = 1e-8
 
 
 def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Returns the optimizer of the settings for a head, whose weights ZeRO may divide among the ranks."""
+    """Returns the optimizer of the settings for a head, whose weights ZeRO may divide among the ranks.
+
+    Raises UserError for Muon and a head without matrices.
+    """
     betas = settings.betas[0], settings.betas[1]
     if settings.optimizer is OptimizerKind.adamw:
         return torch.optim.AdamW(
             head.parameters(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
-    names = set(matrix_names(head))
+    if not (names := set(matrix_names(head))):
+        raise UserError("train.optimizer: must be adamw for a head without matrices, but is muon; set it to adamw")
     parameters = sorted(head.named_parameters(), key=lambda each: each[0] not in names)  # matrices first
     shapes = [parameter.shape for name, parameter in parameters if name in names]
     return MuonAndAdamW([each for _, each in parameters], shapes, settings, ranks, dtype)

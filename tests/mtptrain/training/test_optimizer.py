@@ -21,6 +21,7 @@ from mtptrain.training.optimizer import (
 )
 from mtptrain.training.trainer import is_compiled, rate_share, warmup_of
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import tiny_config
 
@@ -83,6 +84,15 @@ def test_matrices_are_those_of_layers_and_no_head_lacks_them() -> None:
         names, matrices = matrix_names(head), [each for each, x in head.named_parameters() if x.ndim == 2]
         assert names and set(names) <= set(matrices)
         assert all((each not in names) == any(part in each for part in others) for each in matrices), name
+
+
+def test_muon_is_refused_for_a_head_without_matrices() -> None:
+    head = build_head(HEAD_CONFIGS["mtp"](), tiny_config())
+    for name in matrix_names(head):
+        layer, _, linear = name.removesuffix(".weight").rpartition(".")
+        delattr(head.get_submodule(layer), linear)
+    with pytest.raises(UserError, match="train.optimizer: must be adamw for a head without matrices, but is muon"):
+        build_optimizer(head, TrainConfig(optimizer=OptimizerKind.muon), ALONE, torch.float32)
 
 
 def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_compiled_on_gpus() -> None:
