@@ -91,7 +91,7 @@ def test_muon_is_refused_for_a_head_without_matrices() -> None:
     for name in matrix_names(head):
         layer, _, linear = name.removesuffix(".weight").rpartition(".")
         delattr(head.get_submodule(layer), linear)
-    with pytest.raises(UserError, match="train.optimizer: must be adamw for a head without matrices, but is muon"):
+    with pytest.raises(UserError, match=r"train\.optimizer: must be adamw for a head without matrices, but is muon"):
         build_optimizer(head, TrainConfig(optimizer=OptimizerKind.muon), ALONE, torch.float32)
 
 
