@@ -32,7 +32,7 @@ def state_server(python: str, target_dir: Path, states: Path, port: int) -> Iter
     """Runs a server as the printed command starts it."""
     words = shlex.split(server_command(TargetFiles(target_dir, str(target_dir)), [2], torch.float32, max(LENGTHS)))
     settings = dict(word.split("=", 1) for word in words[:2])
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *words[4:], "--port", str(port)]
+    command = [python, *words[3:], "--port", str(port)]
     log = states.parent / f"log_{port}"
     with log.open("ab") as output:
         process = subprocess.Popen(

