@@ -153,7 +153,7 @@ class Measurement:
         while any(share.waiting for share in shares.values()):
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total = sum(len(share.waiting) for share in shares.values())
-            title = "acceptance" if turn == 1 else f"turn {turn}"
+            title = ("acceptance" if turn == 1 else f"turn {turn}") + self.ranks.label
             drawn = {"disable": not self.ranks.is_first, "miniters": 0, "mininterval": 0.5, "smoothing": 0}
             with ProgressBar(total=total, desc=title, unit="prompt", **drawn) as bar:
                 for index in range(max(map(len, batches.values()))):
@@ -166,6 +166,8 @@ class Measurement:
             for share in shares.values():
                 self._advance_turn(share, turn)
             turn += 1
+        if self.ranks.is_first and self.ranks.world_size > 1:
+            ProgressBar.write("acceptance: waiting for the other ranks")
         return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
 
     def _decode(

@@ -84,7 +84,7 @@ def main() -> None:
     text, missing = settings_for(args.target, args.data, args.out)
     with args.out.open("x") as file:
         file.write(text)
-    print(f"{missing}{args.out}: read it, then `mtptrain plan {args.out}` and `mtptrain run {args.out}`")
+    print(f"{args.out}: read it, then `mtptrain plan {args.out}` and `mtptrain run {args.out}`{missing}")
 
 
 def settings_for(path: str, data: list[str], file: Path) -> tuple[str, str]:
@@ -124,7 +124,7 @@ def settings_for(path: str, data: list[str], file: Path) -> tuple[str, str]:
         lr=3e-4 * 4096 / config.hidden_size,
         found=", ".join(found) or "none",
     )
-    line = f"{engine} will serve the head, but is not found here: {missing[engine]}\n" if engine in missing else ""
+    line = f"\nA run needs no engine. To serve its head by {engine}: {missing[engine]}" if engine in missing else ""
     return text, line
 
 

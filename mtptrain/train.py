@@ -283,7 +283,9 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(training, progress.step, ranks, stop)
-    is_compiling = progress.step < training.num_steps and is_compiled(settings.compile, ranks.device)
+    is_compiling = progress.step < training.num_steps and is_compiled(
+        settings.compile, ranks.device, training.num_steps
+    )
     if ranks.is_first and not stopped_by and is_compiling:
         ProgressBar.write(
             "train: compiling the first step, one or two minutes on a CPU; train.compile=false switches it off"
@@ -298,6 +300,8 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
         if tracer is not None:
             tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
+        if is_compiling and progress.step == training.progress.step + 1:
+            bar.unpause()  # the time of compiling says nothing of the steps that are left
         bar.update()
         # 3. Decide what follows the step.
         is_last = progress.step == training.num_steps
@@ -374,7 +378,9 @@ def measure_or_keep(
     entries: dict[str, str] = {}
     facts: dict[str, object] = {"step": progress.step, **training.head_facts}
     if training.validation is not None:
-        validated = training.validation.measure(head_state, None if tracking is None else "validation")
+        validated = training.validation.measure(
+            head_state, None if tracking is None else f"validation{training.validation.ranks.label}"
+        )
         acceptance, length = validated.acceptance, validated.acceptance.acceptance_length
         entries = {"acceptance": shown(length)}
         if is_best := (length or 0.0) > best:

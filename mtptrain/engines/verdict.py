@@ -11,6 +11,8 @@ Figures = Mapping[str, Any]
 
 LEAST_LENGTH = 1.05
 """Tokens per step, or acceptance length, below which a head gains nothing over plain decoding, which has 1."""
+LITTLE_LENGTH = 1.3
+"""Tokens per step below which no engine that was measured on a CPU gains more than it costs to draft."""
 LEAST_SPEED_UP = 1.03
 """Speed-up below which an engine gains nothing: measurements differ by more."""
 MORE_TRAINING = (
@@ -67,4 +69,4 @@ def verdict(report: Figures, bench: Figures | None) -> str:
     if lookup is not None and length <= lookup:
         gain = "as much" if f"{length:.2f}" == f"{lookup:.2f}" else "more"
         return f"{said} Prompt lookup needs no head and gains {gain}: serve without this, or {MORE_TRAINING}."
-    return said
+    return said if bench or length >= LITTLE_LENGTH else f"{said} That is little: {MORE_TRAINING}."

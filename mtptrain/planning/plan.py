@@ -60,10 +60,11 @@ below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
 CPU_SHARE = 0.25
 """Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
 ENGINE_ANSWERS, OWN_ANSWERS = (0.2, "published for vLLM"), (0.003, "measured with our own loop")
-CPU_ANSWERS = 0.07, "measured with our own loop on a CPU with AMX, nothing else running"
+ON_CPU = "measured with our own loop on a CPU with AMX, nothing else running"
+CPU_ANSWERS = {torch.bfloat16: 0.016, torch.float32: 0.05}
 """Shares of the peak that writing responses reaches, and their origin. With a target of 135M parameters, our own loop
-wrote 8,757 tokens/s on an H200, and 260 in a second of one core of that CPU (1.84 TFLOP/s with two); vLLM is published
-with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
+wrote 8,757 tokens/s on an H200, and on two cores with AMX 102 in bf16 (of 1.7 TFLOP/s), with 150 short
+questions; vLLM is published with 12,500 of one of 8B on an H100 (morphllm.com, 2026)."""
 
 COMPILING_S = 75.0
 """The time in which the first step is compiled: a minute or two on CPUs, at most 96 s on an H200."""
@@ -348,7 +349,7 @@ class Plan:
         is_auto = self.on_gpu and config.responses.engine is AnsweringEngine.auto
         share, known = ENGINE_ANSWERS if is_served(config) or is_auto else OWN_ANSWERS
         if not self.on_gpu:
-            share, known = CPU_ANSWERS
+            share, known = CPU_ANSWERS[dtype], ON_CPU
         known += ", which auto takes if it is installed" * is_auto
         measured = planner.responses_tokens_per_s
         self._add_time("responses", tokens, measured, flops, share, planner.num_gpus, dtype, 1, most="at most ")
@@ -372,7 +373,7 @@ class Plan:
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         measured, gpus = planner.train_tokens_per_s, planner.num_gpus
         self._add_time("train", tokens, measured, flops, TRAIN_SHARE, gpus, self.dtype, stored)
-        if is_compiled(train.compile, torch.device("cuda" if self.on_gpu else "cpu")):
+        if is_compiled(train.compile, torch.device("cuda" if self.on_gpu else "cpu"), self.num_steps):
             self.seconds["train"] += COMPILING_S
             self.rows["time of training"] += (
                 f", after {duration(COMPILING_S)} of compiling, which train.compile=false leaves out"
@@ -382,7 +383,8 @@ class Plan:
         own = DEFAULT_PROMPTS if file is None else Path(file).read_bytes().count(b"\n")
         drafters = 1 + len(acceptance.baselines) + 2 * len(acceptance.temperatures)
         tokens = (acceptance.num_prompts or own) * acceptance.max_new_tokens * drafters
-        (share, known), dtype = OWN_ANSWERS if self.on_gpu else CPU_ANSWERS, getattr(torch, acceptance.dtype)
+        dtype = getattr(torch, acceptance.dtype)
+        share, known = OWN_ANSWERS if self.on_gpu else (CPU_ANSWERS[dtype], ON_CPU)
         self._add_time("acceptance", tokens, 0.0, target_flops, share, gpus, dtype, 1, most="about ")
         self.rows["time of acceptance"] += f": {known}"
         # 4. Export.

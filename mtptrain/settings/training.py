@@ -64,9 +64,9 @@ class TrainConfig:
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
     disk."""
     compile: bool | None = None
-    """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
-    null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
-    and 128 without."""
+    """Use torch.compile for the elementwise operations of the step. Compiling takes one or two minutes at the start.
+    null compiles on GPUs, and on a CPU runs of at least 100 steps. Computing the loss reads and writes about 9 bytes of
+    memory per logit with compilation, and 128 without."""
     activation_checkpointing: bool = False
     """Recompute most activations in the backward pass: longer documents fit, but steps take about a quarter longer."""
     profile: bool = False

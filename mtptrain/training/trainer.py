@@ -37,6 +37,10 @@ class StepMetrics:
     num_drafts: torch.Tensor  # f32[T]
 
 
+COMPILED_STEPS = 100
+"""Steps from which on `train.compile=null` compiles on a CPU, where compiling takes as long as some 30 steps."""
+
+
 class Trainer:
     """A DeepSpeed engine and everything else that a step needs."""
 
@@ -61,7 +65,7 @@ class Trainer:
         # For each step since the last check: its document ids, and this rank's summed metrics and the gradient norm.
         self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []
         head.activation_checkpointing = config.activation_checkpointing
-        set_compilation(is_compiled(config.compile, ranks.device))
+        set_compilation(is_compiled(config.compile, ranks.device, num_steps))
         optimizer = build_optimizer(head, config, ranks, self.dtype)
         self.clipper = GradientClipper(optimizer, config.max_grad_norm, is_partitioned(deepspeed_config), ranks)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(config, step, num_steps))
@@ -156,9 +160,10 @@ class Trainer:
         }
 
 
-def is_compiled(setting: bool | None, device: torch.device) -> bool:
-    """Returns whether to compile `fused` functions: by default only on GPUs, where memory bandwidth limits them."""
-    return device.type == "cuda" if setting is None else setting
+def is_compiled(setting: bool | None, device: torch.device, num_steps: int) -> bool:
+    """Returns whether to compile `fused` functions: by default on GPUs, where memory bandwidth limits them, and in runs
+    of a CPU that are long enough to win back the time."""
+    return device.type == "cuda" or num_steps >= COMPILED_STEPS if setting is None else setting
 
 
 def _document_ids(batches: Sequence[Batch]) -> tuple[int, ...]:

@@ -58,6 +58,11 @@ class Ranks:
     def device(self) -> torch.device:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
+    @property
+    def label(self) -> str:
+        """What the bar of a rank that has its share of the work says after its title."""
+        return f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
+
     def barrier(self) -> None:
         """Wait for all ranks without keeping a GPU busy."""
         if self.world_size > 1:

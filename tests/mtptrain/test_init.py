@@ -80,7 +80,7 @@ def test_a_gguf_file_gets_a_head_that_llama_cpp_serves_and_the_command_that_inst
     config = compose_config(str(tmp_path / "my.yaml"))
     assert (config.export.engine, config.head.name, config.head.draft_vocab_size) == ("llama_cpp", "eagle3", 8192)
     assert format_for("llama_cpp", config.head, target_config("llama", **SMOLLM2))
-    assert line == "llama_cpp will serve the head, but is not found here: no llama_cpp here\n"
+    assert line == "\nA run needs no engine. To serve its head by llama_cpp: no llama_cpp here"
     with patch("mtptrain.init.missing_engines", lambda: {"llama_cpp": "no llama_cpp here"}):
         text, line = written("mine.gguf", target_config("llama", **SMOLLM2))
     assert "engine: vllm #" in text and not line, "an engine that is found comes before one that reads the file"

@@ -31,6 +31,8 @@ ROWS = [row(0, 1, 1.0), row(0, 8, 1.0), row(1, 1, 1.2), row(3, 1, 1.4), row(1, 8
         (1.45, LOOKUP, [], f"Prompt lookup needs no head and gains more: serve without this, or {MORE}."),
         (1.468, LOOKUP, [], f"Prompt lookup needs no head and gains as much: serve without this, or {MORE}."),
         (1.04, {}, [], f"1.04 tokens per step{PLAIN}. The head gains nothing: {MORE}."),
+        (1.15, {}, [], f"1.15 tokens per step{PLAIN}. That is little: {MORE}."),
+        (1.15, {}, ROWS, f"1.15 tokens per step{PLAIN}; vllm 0.32.0 gains 40% with 1 in flight, nothing with 8."),
         (None, {}, [], "No step was measured."),
     ],
 )  # fmt: skip

@@ -107,7 +107,9 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_comp
     assert warmup_of(TrainConfig(warmup_share=1.0), 17) == 17
     for setting, compiled in (("null", [False, True]), ("true", [True, True]), ("false", [False, False])):
         of_config = make_config(f"train.compile={setting}").train.compile
-        assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
+        for device, is_expected in zip(("cpu", "cuda"), compiled, strict=True):
+            assert is_compiled(of_config, torch.device(device), num_steps=99) == is_expected
+    assert is_compiled(None, torch.device("cpu"), num_steps=100)
 
 
 def test_a_rate_too_small_or_of_another_projects_muon_is_named(recwarn: pytest.WarningsRecorder) -> None:
