@@ -219,6 +219,11 @@ def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, promp
     train = splits[Split.train]
     if len(train) and not any(has_drafts(train.mask(i)) for i in range(len(train))):
         empty.append(f"train holds {len(train):,} in which no token can be drafted")
+    if empty == ["validation holds none"] and not report.refused and not report.counts["windows_unsupervised"]:
+        raise UserError(
+            "prompts.validation_fraction: must hold out at least 2 files or different questions, but holds out none of "
+            f"{report.counts['questions']:,}; raise it ({prompts.validation_fraction}), or add data to prompts.paths"
+        )
     if empty:
         names = ("pattern", "validation_fraction", "max_train_tokens", "max_document_tokens")
         raise UserError(

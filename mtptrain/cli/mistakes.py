@@ -97,6 +97,12 @@ def mistake(error: Exception, arguments: Arguments) -> str:
             f"{arguments.where(group)}{group}: must be one of {', '.join(error.options)}, but is {chosen}; "
             f"{advice(get_close_matches(chosen, error.options, n=1), otherwise)}"
         )
+    if left_out := re.fullmatch(r"You must specify '(\w+)'.*Available options:(.*)", text, re.DOTALL):
+        where = f"{arguments.file}: " if arguments.file else ""
+        return (
+            f"{where}{left_out[1]}: must be one of {', '.join(left_out[2].split())}, but is left out; "
+            f"set {left_out[1]}=NAME, or let `mtptrain init TARGET` write a YAML file"
+        )
     return one_line(text)
 
 

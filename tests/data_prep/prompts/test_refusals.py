@@ -40,11 +40,13 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: Config
     none = "^prompts.paths: 20 of 20 items were refused: 20 "
     for turns, message in (
         (("hello?", "answer {}"), "0 of 20 items .* holds none, of 1 different questions or files, with 0 windows"),
+        (("hi {}?", "yes {}"), r"^prompts\.validation_fraction: must .* none of 20; raise it \(1e-06\), or add data"),
         (("hello {}?",), none + r"\(no assistant turn\), the first is \S+:\d+; .*, or let the target answer \("),
         (("hello {}?", "yes"), none + r"\(the chat template fails: ZeroDivisionErr"),
     ):
         rows = [chat(f"chat{i}", *(turn.format(i) for turn in turns)) for i in range(20)]
         target = [f"target.path={failing}"] if "ZeroDiv" in message else []
+        target += ["prompts.validation_fraction=1e-6"] if "validation_fraction" in message else []
         assert re.search(message, refusal(chat_config(rows, *target)))
 
 

@@ -25,6 +25,7 @@ NO_SETTING = "must be the name of a setting, but no setting has this name;"
 MISTAKES = {
     "recipe: mttp": "my.yaml: recipe: must be one of .*, but is mttp; did you mean mtp?",
     "recipe: 3": "my.yaml: recipe: must be one of .*, but is 3; choose one of them",
+    "seed: 1": "my.yaml: recipe: must be one of .*, but is left out; set recipe=NAME, or let `mtptrain init .*",
     "recipe: mtp\ntrain: {lrr: 1}": f"my.yaml: train.lrr: {NO_SETTING} did you mean train.lr?",
     "recipe: mtp\ntrian: {lr: 1}": f"my.yaml: trian: {NO_SETTING} did you mean train?",
     "recipe: mtp\ntrain: {lr: fast}": "my.yaml: train.lr: must be a number, but is fast; correct it",
