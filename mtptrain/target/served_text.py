@@ -37,7 +37,8 @@ READERS = {CONFIG: "llama.cpp's converter", **dict.fromkeys((PROCESSOR, LEGACY),
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
-TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "<", "parameters": {}}}])
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "default": None}}, "required": ["a"]}
+TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "<", "parameters": PARAMETERS}}])
 DATES = ("date_string", "datetime")
 """Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
 KEPT = {
@@ -49,13 +50,14 @@ KEPT = {
 SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", "assistant"))
 SAFE = re.compile(r"\|\s*safe\b")
 """Marks a text in Jinja, so that what is added to it is escaped as HTML."""
+MINISTRAL = ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]")
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "Hi"},
     {
         "role": "assistant",
         "content": " Hi ",
-        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}],
+        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": PROBE}}}],
     },
 )
 CALLED_ALONE = (CALLED[0], CALLED[1] | {"content": ""})
@@ -135,7 +137,7 @@ def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         yield llama.unknown
         return
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    for tools, chat in product(TOOLS, (*_chats(tokenizer), _accepted(tokenizer, *SPACED))):
+    for tools, chat in product(TOOLS, (*_chats(tokenizer), _accepted(tokenizer, *SPACED), CALLED)):
         ours, theirs = _rendered(tokenizer, *chat, tools=tools), _llama_rendered(tokenizer, chat, tools, bos, eos)
         if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
@@ -237,11 +239,12 @@ def _lists_elsewhere(target: TargetFiles) -> Iterator[str]:
 
 
 def _ends_elsewhere(target: TargetFiles) -> Iterator[str]:
-    """Finds out whether servers end an answer where the template does."""
+    """Finds out whether servers end an answer, and one that calls a tool, where the template does."""
     tokenizer, llama = target.tokenizer, llama_tokens(target)
     ends, size = target.generation.eos_token_ids, target.config.vocab_size
-    token, text = end_of_turn(tokenizer, ends)
-    if text and token not in ends:
+    for token, text in dict([_end_of_call(tokenizer, ends), end_of_turn(tokenizer, ends)]).items():
+        if not text or token in ends:
+            continue
         who = "vLLM and SGLang" if token in llama.ends or llama.unknown else "servers"
         advice = f"add {token} to eos_token_id in {FILE}" if token is not None else "send it as `stop` in each request"
         if token is not None and token >= size:
@@ -259,10 +262,27 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) ->
     """
     chat = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
     after = _rendered(tokenizer, *_accepted(tokenizer, *chat)).partition(PROBE)[2]
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} | {*ends}
-    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    ids, special = _ids_and_special(tokenizer, after, ends)
     found = list(takewhile(special.__contains__, dropwhile(lambda token: token not in special, ids)))
     return next((token for token in found if token in ends), found[0] if found else None), after.strip()
+
+
+def _end_of_call(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> tuple[int | None, str]:
+    """Returns the special token with which the template ends an answer that calls a tool, if there is one, as text too.
+
+    It is a known end, or else the last one, as others may end the call alone.
+    """
+    after = _rendered(tokenizer, *_accepted(tokenizer, *CALLED), tools=TOOLS[1]).partition(PROBE)[2]
+    ids, special = _ids_and_special(tokenizer, after, ends)
+    found = [token for token in ids if token in special]
+    token = next((token for token in found if token in ends), found[-1] if found else None)
+    return token, "" if token is None else str(tokenizer.decode([token]))
+
+
+def _ids_and_special(tokenizer: PreTrainedTokenizerBase, text: str, ends: Sequence[int]) -> tuple[list[int], set[int]]:
+    """Returns the tokens of a text, and the tokens that are special, all known ends among them."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} | {*ends}
+    return tokenizer(text, add_special_tokens=False)["input_ids"], special
 
 
 def _templates(stored: Any) -> tuple[str, str]:
@@ -325,16 +345,30 @@ def _llama_rendered(
 ) -> str:
     """Returns a chat as text in llama.cpp b11434, which defines neither empty tools, nor documents, nor other tokens.
 
-    It trims contents for one family, that of StepFun (common/chat.cpp), and its filter `safe` changes nothing.
+    It trims contents for one family, that of StepFun (common/chat.cpp), and makes lists of some for Ministral 3
+    (common/parsers/ministral3.cpp). Its filter `safe` changes nothing.
     """
     given = {"bos_token": bos, "eos_token": eos, **({"tools": tools} if tools else {})}
     with suppress(Exception):
         template = tokenizer.get_chat_template(tools=tools)
         messages = [{**each, "content": each["content"].strip()} for each in chat] if STEPFUN in template else [*chat]
-        return compile_jinja_template(SAFE.sub("", template)).render(
+        if all(each in template for each in MINISTRAL) and "[CALL_ID]" not in template:
+            messages = [
+                each if each["role"] == "user" else {**each, "content": [{"type": "text", "text": each["content"]}]}
+                for each in messages
+            ]
+        environment = compile_jinja_template("").environment.overlay(finalize=_printed)
+        return environment.from_string(SAFE.sub("", template)).render(
             messages=messages, add_generation_prompt=False, **given
         )
     return ""
+
+
+def _printed(value: Any) -> Any:
+    """Returns what llama.cpp b11434 prints of a value: a list's elements, and nothing of null and of an object."""
+    if isinstance(value, list):
+        return "".join(str(_printed(each)) for each in value)
+    return "" if value is None or isinstance(value, Mapping) else value
 
 
 def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:

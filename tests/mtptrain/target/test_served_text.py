@@ -22,6 +22,9 @@ from tests.gguf_files import tokenizer_settings, write_gguf
 A, B = "{{ bos_token }}{{ messages[0].content }}", "<<{{ messages[0].content }}"
 NAMED = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]
 JINJA, CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+CALL = (
+    "{% if messages[-1].tool_calls %}{{ messages[-1].tool_calls[0].function.arguments.a }}{% else %}<|end|>{% endif %}"
+)
 GGUF, TOOLS, ADDED = "target.gguf", "additional_chat_templates/tool_use.jinja", r"but makes '<\|end.*bool:false"
 END_ADDED = r"llama-server adds <\|end\|> to the prompt; .*add_eos_token=bool:false"
 ENDING = {"an EOS of a GGUF file", "an EOS of the tokenizer", "another end of the tokenizer"}
@@ -119,6 +122,40 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         {JINJA: A + "{% if tools %}{{ '' |safe + tools[0].function.description }}{% endif %}"},
         "",
         ["llama-server .* makes '.*a<' of one that is '.*a&lt;' here"],
+    ),
+    **{
+        f"{name} that llama.cpp prints otherwise": (
+            {JINJA: A + "{% if tools %}<{{ tools[0].function" + value + " }}>{% endif %}"},
+            "",
+            [f"llama-server should .* makes '<.end.>a<{theirs}>' of one that is [^<]<.end.>a<{ours}>. here"],
+        )
+        for name, value, theirs, ours in (
+            ("an object", "", "", ".'name': 'f'.*"),
+            ("a list", ".parameters.required", "a", r"\['a'\]"),
+            ("null", ".parameters.properties.a.default", "", "None"),
+        )
+    },
+    "an object that is written as JSON": ({JINJA: A + "{% if tools %}{{ tools | tojson }}{% endif %}"}, "", []),
+    "contents that llama.cpp makes lists for Ministral 3": (
+        {JINJA: A + "{{ messages[-1].content is string }}{# [SYSTEM_PROMPT][TOOL_CALLS][ARGS] #}"},
+        "",
+        ["llama-server should .* makes '<.end.>aFalse' of one that is '<.end.>aTrue' here"],
+    ),
+    "contents that it keeps for Mistral Small": (
+        {JINJA: A + "{{ messages[-1].content is string }}{# [SYSTEM_PROMPT][TOOL_CALLS][CALL_ID][ARGS] #}"},
+        "",
+        [],
+    ),
+    "another token after a call": (
+        {JINJA: A + CALL.replace("{% else", "<user>{% else")},
+        "",
+        ["servers should end an answer at '<user>', .*; add 258 to eos_token_id"],
+    ),
+    "a token after a call before an end": ({JINJA: A + CALL.replace("{% else", "<user> <|end|>{% else")}, "", []),
+    "an end of a turn after a token of a call": (
+        {JINJA: A + CALL.replace("{% else", "<user> <system>{% else")},
+        "",
+        ["at '<system>', with"],
     ),
     "thoughts beside tools": (
         {JINJA: A + "{% if tools and add_generation_prompt and not enable_thinking %}<-{% endif %}"},
