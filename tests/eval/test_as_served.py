@@ -57,6 +57,7 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         ("vllm", {"presence_penalty": 1.5}, {"as_served": {"temperature": 0.0, "presence_penalty": 1.5}}),
         ("vllm", {"presence_penalty": 1.5, "_from_model_config": True}, {}),  # transformers drops what it does not know
         ("vllm", PENALTY | {"_from_model_config": True}, {"as_served": greedy_row}),
+        ("vllm", {"temperature": 1e-6}, {"as_served_sampled": {"temperature": 0.01}}),  # to which it raises it
         ("vllm", sampled | PENALTY, {"as_served": greedy_row, "as_served_sampled": sampled_row | PENALTY}),
         ("vllm", sampled | {"min_p": 0.1}, {}),  # which vLLM refuses with drafts
         ("llama_cpp", sampled, {"as_served_sampled": {"min_p": 0.05, **sampled_row}}),  # a default of its own
@@ -142,6 +143,8 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
     (modules := target / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling"}]')
     assert "for a model of embeddings, by modules.json" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
     modules.unlink()
+    low = run_with(target, "vllm", temperature=1e-6).target
+    assert engine_of("vllm").notes(low)[-1] == "vLLM 0.32 raises the target's temperature 1e-06 to 0.01."
     of_embeddings = target / "sentence_bert_config.json"
     for settings, said in (
         ({"max_seq_length": 32, "do_lower_case": True}, "takes 32 tokens .* lower-cases prompts: remove it"),

@@ -64,8 +64,8 @@ DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 """Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 
 
-MAX_TEMPERATURE = 2
-"""Above it every request is an error."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
+"""Those between 0 and the first are raised to it, and above the second every request is an error."""
 CONTEXTS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -107,9 +107,11 @@ class Vllm(RunningEngine):
         return limits.why_not(head, target)
 
     def read_by(self, target: TargetFiles) -> GenerationDefaults:
-        """Returns the settings without those that transformers keeps from vLLM, as it does for _from_model_config."""
+        """Returns the settings as vLLM applies them, without those that transformers keeps from it."""
         stored = stored_generation(target.directory, target.config)
         unread: dict[str, Any] = {name: None for name in NEUTRAL if not hasattr(stored, name)}
+        if 0 < (target.generation.temperature or 0) < MIN_TEMPERATURE:
+            unread["temperature"] = MIN_TEMPERATURE
         return replace(target.generation, **unread)
 
     def why_it_fails(self, target: TargetFiles) -> str:
@@ -121,6 +123,8 @@ class Vllm(RunningEngine):
         contexts = {key: value for key in CONTEXTS if isinstance(value := getattr(config, key, None), int)}
         key = "model_max_length" if contexts.get("model_max_length") else min(contexts, key=contexts.__getitem__)
         notes = super().notes(target)
+        if 0 < (temperature := target.generation.temperature or 0) < MIN_TEMPERATURE:
+            notes.append(f"vLLM {self.version} raises the target's temperature {temperature} to {MIN_TEMPERATURE}.")
         if config.model_type == "gpt_oss":
             notes.append(
                 f"vLLM {self.version} makes prompts of this family by openai_harmony, not by the chat template, with "
