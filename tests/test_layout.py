@@ -56,7 +56,7 @@ LINES = {
     "mtptrain/cli": 717,
     "mtptrain/data": 1419,
     "mtptrain/decoding": 1745,
-    "mtptrain/engines": 5222,
+    "mtptrain/engines": 5218,
     "mtptrain/heads": 3178,
     "mtptrain/hidden_states": 2013,
     "mtptrain/init_from": 1374,
@@ -69,7 +69,7 @@ LINES = {
     "eval": 2237,
     "slurm": 137,
     "benchmarks": 808,
-    "tests": 23312,
+    "tests": 23299,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

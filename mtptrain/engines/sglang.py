@@ -181,12 +181,8 @@ class Sglang(Engine):
         if head.name != "dflash" and names_lm_head(target):
             # eagle_worker_v2.py reads it even where the head has its own; dspark_worker_v2.py; models/dflash.py
             reason = "SGLang reads the weight of lm_head to draft with this head, and a packed one has none"
-            must_be, value, instead = (
-                "a target with an unquantised lm_head",
-                "one with a quantised one",
-                "set export.engine=vllm",
-            )
-            yield Refusal("target.path", must_be, value, reason, instead, may_change_engine=False)
+            must_be, instead = "a target with an unquantised lm_head", "set export.engine=vllm"
+            yield Refusal("target.path", must_be, "one with a quantised one", reason, instead, may_change_engine=False)
         if isinstance(head, MtpConfig):
             reason = "SGLang passes the states after the target's final norm to a head"
             yield from must_be_false(head, "prenorm_states", reason)

@@ -45,6 +45,9 @@ def test_a_whole_run_has_the_stages_that_its_settings_need() -> None:
         assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
 
 
+REPORT = {"tokens_per_step": 1.5, "prompts": 2, "acceptance_length": 1.6, "baselines": {}, "intervals": None}
+
+
 def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,15 +56,7 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
     speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
-    report = {
-        "tokens_per_step": 1.5,
-        "prompts": 2,
-        "acceptance_length": 1.6,
-        "speed": speed,
-        "baselines": {},
-        "intervals": None,
-    }
-    write_sealed(tmp_path / "report.json", report)
+    write_sealed(tmp_path / "report.json", REPORT | {"speed": speed})
     all_stages.print_summary(config, [], [])  # a kill has left no page
     shown = capsys.readouterr().out
     assert f"{tmp_path}/report.json shows it\nno engine has a class for head hydra" in shown
@@ -80,16 +75,8 @@ def test_a_run_ends_with_commands_for_the_engine_of_its_export(
         folder = tmp_path / engine
         config = make_config(f"acceptance.output_dir={folder}", f"export.engine={engine}", "head=draft_model")
         speed = {"head": {"tokens_per_s": 30.0}}
-        report = {
-            "tokens_per_step": 1.5,
-            "prompts": 2,
-            "acceptance_length": 1.6,
-            "speed": speed,
-            "baselines": {},
-            "intervals": None,
-        }
         folder.mkdir()
-        write_sealed(folder / "report.json", report)
+        write_sealed(folder / "report.json", REPORT | {"speed": speed})
         all_stages.print_summary(config, [], ["recipe=mtp"])
         _, _, commands = capsys.readouterr().out.partition("the command that serves it.\n")
         assert commands.partition("serving-check ")[2].partition("    #")[0] == command
