@@ -127,7 +127,6 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     order, size = sorted(sizes, key=lambda row: (sizes[row], row)), settings.batch_rows
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     batches = [rows for rows in batches if not done.issuperset(rows)]
-    own = batches[ranks.rank :: ranks.world_size]
     num_turns = sum(num_turns for num_turns, _ in sizes.values())
     with ExitStack() as stack:
         if missing and is_served(config) and not servers:
@@ -141,11 +140,12 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         bar = stack.enter_context(ResponsesBar(len(missing), ranks, most_tokens))
         if servers and missing:
             failed = fill_from_servers(servers, map(dialogue, missing), concurrency_of(settings), store, bar)
-        elif own:
+        elif ranks.rank < len(batches):
             if ranks.device.type == "cpu":
                 torch.set_num_threads(CPU_THREADS)
             model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
-            dialogues = (list(map(dialogue, rows)) for rows in own)
+            # The longest come first: then ranks end together, and what does not fit into memory fails early.
+            dialogues = (list(map(dialogue, rows)) for rows in ranks.share("batches", batches[::-1]))
             for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
                 if is_new := conversation.row not in done:
                     store.append(ranks.rank, conversation)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +80,17 @@ class Ranks:
     def add(self, name: str, number: int) -> int:
         """Add to a number that all ranks share, without waiting for them. Returns its value, 0 at first."""
         return int(_numbers.add(f"mtptrain/{name}", number))
+
+    def share(self, name: str, items: Sequence[T]) -> Iterator[T]:
+        """Yields items that no other rank gets, each once this rank asks for it, so that none waits long for another.
+
+        A program may share each name once.
+        """
+        if self.world_size == 1:
+            yield from items
+            return
+        while (index := self.add(name, 1) - 1) < len(items):
+            yield items[index]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks in place and return it."""

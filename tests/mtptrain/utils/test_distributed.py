@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mtptrain.utils import distributed
-from mtptrain.utils.distributed import StopSignal, cpu_ranks, free_port, init_ranks
+from mtptrain.utils.distributed import Ranks, StopSignal, cpu_ranks, free_port, init_ranks
 from mtptrain.utils.errors import UserError
 from tests.programs import FORKED, ranks_environment
 
@@ -55,6 +55,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     message = "^--nproc-per-node: must be at most 2, the number of GPUs that this process sees, but LOCAL_RANK is 2; "
     with pytest.raises(UserError, match=message):
         init_ranks(timeout_hours=1)
+
+
+def test_a_rank_gets_the_next_item_when_it_asks_for_one_and_no_other_rank_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "_numbers", dist.HashStore())
+    fast, slow = (Ranks(rank, 2, rank).share("items", "abcde") for rank in range(2))
+    assert (next(slow), [next(fast) for _ in range(3)], next(slow), [*fast, *slow]) == ("a", ["b", "c", "d"], "e", [])
+    assert [*Ranks(0, 1, 0).share("items", "abcde")] == [*"abcde"]
 
 
 def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
