@@ -12,7 +12,10 @@ of an uninterrupted run.
 """
 
 import hashlib
+import os
+import shlex
 import shutil
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,8 +30,10 @@ from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
+from mtptrain.engines.process import started
 from mtptrain.engines.table import warn_of_limits
 from mtptrain.engines.vllm.client import find_python
+from mtptrain.engines.vllm.engine import ENVIRONMENT
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
@@ -54,12 +59,16 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import check_parts, check_weights
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, warn
+from mtptrain.utils.files import unique_temporary, write_text
 from mtptrain.utils.startup import started_stage
 
 
 def main(config: PipelineConfig) -> None:
     run, store_dir = Run(config), config.stage_dir("hidden_states")
+    if config.hidden_states.server is not None:
+        serve_states(run)
+        return
     if started_stage() == "verify":
         verify_store(store_dir, init_ranks(config.distributed_timeout_hours))
         return
@@ -107,6 +116,8 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         hidden_size, num_shards = run.target.config.hidden_size, len(extraction.shards)
         shard_tokens = config.hidden_states.shard_tokens
         manifest = finish_store(extraction.store_dir, extraction.identity, shard_tokens, hidden_size, num_shards)
+        if config.hidden_states.num_servers:
+            shutil.rmtree(config.stage_dir("servers"), ignore_errors=True)
         computed_tokens = num_tokens(extraction.documents, extraction.select(missing))
         report(extraction, manifest, computed_tokens, time.monotonic() - started)
 
@@ -134,6 +145,13 @@ class Extraction:
         """Hidden size, number of captured layers and stored dtype."""
         return self.target.config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
 
+    @property
+    def asked(self) -> tuple[TargetFiles, tuple[int, ...], torch.dtype, int]:
+        """The target, the captured layers followed by the last one, the target's dtype and the longest document."""
+        layers = (*self.capture_layers, int(self.target.config.num_hidden_layers))
+        dtype = getattr(torch, self.config.hidden_states.dtype.value)
+        return self.target, layers, dtype, int(self.documents.lengths.max())
+
     def select(self, indices: Iterable[int]) -> list[range]:
         return [self.shards[index] for index in indices]
 
@@ -153,7 +171,7 @@ def prepare_extraction(run: Run) -> Extraction:
     with torch.device("meta"):
         check_document_lengths(longest, build_head(config.head, target_config).context_tokens, "draft model")
     check_start(config.head, run.target)
-    if run.backend is Backend.vllm and not settings.servers:
+    if run.backend is Backend.vllm and not settings.asks_servers:
         find_python(config.serving.of("vllm").program)
     identity = run.identity(capture_layers)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)
@@ -213,15 +231,14 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
     """Returns a backend for the target. Its streams are the captured layers, followed by the last layer."""
-    config, target = extraction.config, extraction.target
-    settings = config.hidden_states
-    layers = (*extraction.capture_layers, int(target.config.num_hidden_layers))
-    longest, dtype = int(extraction.documents.lengths.max()), getattr(torch, settings.dtype.value)
-    if settings.servers:
-        streams = ServerStreams(settings.servers, target, layers, dtype, longest)
+    config, settings = extraction.config, extraction.config.hidden_states
+    target, layers, dtype, longest = extraction.asked
+    if settings.asks_servers:
+        files = [config.stage_dir("servers") / str(number) for number in range(settings.num_servers)]
+        how = f"each server is started by: {server_command(*extraction.asked, settings.tensor_parallel_size)}"
         if ranks.is_first:
-            print(f"each server is started by: {server_command(target, streams.layer_ids, dtype, longest)}")
-        return streams
+            print(f"servers are asked once their addresses are in {files[0].parent}" if files else how, flush=True)
+        return ServerStreams(settings.servers or files, *extraction.asked)
     if extraction.identity.backend == Backend.vllm:
         return VllmStreams(
             target.directory,
@@ -235,6 +252,25 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     model = load_target(target.directory, dtype, ranks.device)
     check_streams(model)
     return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
+
+
+def serve_states(run: Run) -> None:
+    """Run server `hidden_states.server`, which other nodes reach at the address that it writes into a file, until it is
+    stopped. Raises UserError if it ends by itself."""
+    config, settings = run.config, run.config.hidden_states
+    place = config.stage_dir("servers") / str(settings.server)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    python = find_python(config.serving.of("vllm").program)
+    command = server_command(*prepare_extraction(run).asked, settings.tensor_parallel_size, f"{place.resolve()}_states")
+    if (num_gpus := torch.cuda.device_count()) > settings.tensor_parallel_size:
+        warn(f"hidden_states.tensor_parallel_size: should be {num_gpus}, as many GPUs as are here; the others are idle")
+    words = ["env", f"PATH={python.parent}:{os.environ['PATH']}", *shlex.split(command)]
+    with started("vllm serve", words, Path(f"{place}.log"), ENVIRONMENT, host="0.0.0.0") as server:
+        host = os.environ.get("MTPTRAIN_NODE_ADDRESS") or socket.gethostname()
+        write_text(place, f"http://{host}:{server.url.rpartition(':')[2]}", unique_temporary(place))
+        server.wait()
+        server.process.wait()
+        server.check()
 
 
 def scratch_dir(config: PipelineConfig, part: int | str, rank: int | str) -> Path:

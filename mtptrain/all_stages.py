@@ -160,7 +160,7 @@ def check_engines(config: PipelineConfig) -> None:
     target = read_target_config(config_dir(config.target.path, config.target.revision))
     backend = str(choose_backend(config.hidden_states.backend, target))
     starting = {} if config.responses.url else {"responses": ("responses.engine", str(config.responses.engine))}
-    starting |= {} if config.hidden_states.servers else {"hidden-states": ("hidden_states.backend", backend)}
+    starting |= {} if config.hidden_states.asks_servers else {"hidden-states": ("hidden_states.backend", backend)}
     needed = {} if config.serving.program is None else {str(config.serving.engine): "leave serving.program out"}
     for name, stage, _ in stages_of(config):
         setting, engine = starting.get(name, ("", ""))
@@ -245,7 +245,7 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     if name == "responses" and Run(config).answering[0] != AnsweringEngine.transformers:
         return 1
     if name == "hidden-states" and Run(config).backend is Backend.vllm:
-        return 1 if settings.servers else max(1, num_gpus // settings.tensor_parallel_size)
+        return max(1, num_gpus // settings.tensor_parallel_size)
     dtypes = {
         "responses": config.responses.dtype,
         "hidden-states": settings.dtype,

@@ -127,9 +127,10 @@ def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
     on_gpu = has_gpu() or (started_stage() == "plan" and config.planner.gpu_tflops > 0)
     responses, hidden_states = config.responses, config.hidden_states
+    on_gpus = on_gpu or hidden_states.num_servers > 0  # of other nodes
     responses.engine = resolve_answering(responses.engine, config.stage_dir("responses"))
     responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), on_gpu)
-    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpu)
+    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpus)
     config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, on_gpu)
     config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), on_gpu)
 
@@ -140,16 +141,23 @@ def _check_relations(config: PipelineConfig) -> None:
             f"responses.engine: must be left out with responses.url, whose server answers, but is "
             f"{config.responses.engine}; leave one of them out"
         )
-    if config.hidden_states.servers and config.hidden_states.backend is not Backend.vllm:
+    states = config.hidden_states
+    if states.asks_servers and states.backend is not Backend.vllm:
         raise UserError(
-            "hidden_states.backend: must be vllm with hidden_states.servers, which run vLLM, but is "
-            f"{config.hidden_states.backend}; set hidden_states.backend=vllm"
+            "hidden_states.backend: must be vllm with hidden_states.servers or num_servers, which run vLLM, but is "
+            f"{states.backend}; set hidden_states.backend=vllm"
         )
-    if config.hidden_states.part >= config.hidden_states.num_parts:
+    if states.servers and states.num_servers:
         raise UserError(
-            f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
-            f"{config.hidden_states.part}; parts are counted from 0"
+            "hidden_states.num_servers: must be left out with hidden_states.servers, whose addresses are known, but is "
+            f"{states.num_servers}; leave one of them out"
         )
+    for name, limit in ("part", "num_parts"), ("server", "num_servers"):
+        number, below = getattr(states, name), getattr(states, limit)
+        if number is not None and number >= below:
+            raise UserError(
+                f"hidden_states.{name}: must be below hidden_states.{limit}={below}, but is {number}; count from 0"
+            )
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
         raise UserError(
             f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is [0.9,0.95]"

@@ -3,6 +3,8 @@
 #
 #   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train [-> choose_head] -> acceptance -> export
 #
+# With hidden_states.num_servers=N the array are N servers, and hidden_states is one process without GPUs that asks them.
+#
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
 #   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp "prompts.paths=[chats.jsonl]" train.micro_batches_per_step=16
 #
@@ -64,7 +66,6 @@ use_one_node() {
         exit 1
     fi
     hold=(--hold)
-    export MTPTRAIN_CHAIN_DIR=$output_dir
 }
 
 num_tasks=${ARRAY_TASKS:-4} output_dir=$run_dir/slurm hold=()
@@ -78,15 +79,16 @@ if ! [[ "$num_tasks" =~ ^[1-9][0-9]*$ ]]; then
     exit 1
 fi
 mkdir -p "$output_dir"
+export MTPTRAIN_CHAIN_DIR=$output_dir
 
 jobs=()
 trap '[ $? = 0 ] || [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"' EXIT # all of the chain, or nothing
 
-submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
+submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options; it waits for the job before it to succeed, or for $start_after
     local stage=$1 output=%x-%j.out after=() job
     shift
-    [ "$stage" != hidden_states ] || output=%x-%A_%a.out
-    [ ${#jobs[@]} = 0 ] || after=("--dependency=afterok:${jobs[-1]}" --kill-on-invalid-dep=yes)
+    [[ " ${stage_options[*]}" != *" --array="* ]] || output=%x-%A_%a.out
+    [ ${#jobs[@]} = 0 ] || after=("--dependency=${start_after:-afterok:${jobs[-1]}}" --kill-on-invalid-dep=yes)
     [ ${#jobs[@]} != 0 ] || after=("${hold[@]}")
     job=$(sbatch --parsable --export=ALL --job-name="$stage" --output="$output_dir/$output" \
         "${options[@]}" "${stage_options[@]}" "${after[@]}" "$@") # if an option is given twice, sbatch takes the last
@@ -94,12 +96,20 @@ submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
     printf '%-14s %s\n' "$stage" "${jobs[-1]}"
 }
 
-while read -r stage kind; do
+while read -r stage kind num_servers; do
     [[ " ${skipped[*]} " != *" $stage "* ]] || continue
     stage_options=("${cpu_options[@]}")
     case $kind in
         process) submit "$stage" "$checkout/slurm/process.sbatch" "$stage" "$@" ;;
-        server) submit "$stage" "$checkout/slurm/${stage}_server.sbatch" "$@" ;;
+        server) submit "$stage" "$checkout/slurm/asking.sbatch" "$stage" "$@" ;;
+        servers) # the first of them to start lets the one that asks start
+            stage_options=("--array=0-$((num_servers - 1))" "${gpu_options[@]}")
+            submit states_server "$checkout/slurm/states_server.sbatch" "$@"
+            first=$(printf "?after:${jobs[-1]}_%d" $(seq 0 $((num_servers - 1))))
+            stage_options=("${cpu_options[@]}")
+            start_after=${first#?} submit "$stage" "$checkout/slurm/asking.sbatch" "$stage" "$@"
+            echo "${jobs[-1]}" >"$output_dir/asker-${jobs[-2]}"
+            ;;
         ranks)
             stage_options=()
             [ "$stage" != hidden_states ] || stage_options=("--array=0-$((num_tasks - 1))")

@@ -1,7 +1,7 @@
 """Prints the folder of a run, then a line for each stage, in order: its name with underscores, and what runs it.
 
-A stage is run by `ranks`, by one `process`, or by one process that queries a `server`. The settings are checked first,
-so that a wrong one is found before anything is queued.
+A stage is run by `ranks`, by one `process`, by one process that queries a `server`, or by one that queries `servers N`,
+which N tasks start. The settings are checked first, so that a wrong one is found before anything is queued.
 
     python slurm/stages.py recipe=llama3_1_8b_mtp train.lr=1e-4
 """
@@ -66,11 +66,17 @@ def main(settings: PipelineConfig) -> None:
         )
     if skip is not None and "export" not in skipped and has_format(settings.head.name):
         check_exportable(settings)
+    num_servers = settings.hidden_states.num_servers
+    if num_servers and variables.get("MTPTRAIN_LOCAL_RUN_DIR") == "1":
+        raise UserError(
+            "hidden_states.num_servers: must be 0 with MTPTRAIN_LOCAL_RUN_DIR=1, as servers share run_dir with the "
+            f"job that asks them, but is {num_servers}; leave it out, or put run_dir on a disk that all nodes share"
+        )
     if nodes := variables.get("NODES"):
         # pipeline.sh gives the training job this many nodes.
         check_train_ranks(settings, nodes, ranks_of_train(variables))
     lines = [
-        f"{name.replace('-', '_')} {runner}"
+        f"{name.replace('-', '_')} {f'servers {num_servers}' if name == 'hidden-states' and num_servers else runner}"
         for name, _, runner in stages_of(settings)
         if name != "export" or has_format(settings.head.name)
     ]

@@ -31,6 +31,13 @@ OUT_OF_RANGE = [
     ("train.loss={kl:1,features:1} train.feature_weight", "0.5", "be 0 if train.loss names the part features, but is"),
     ("train.betas", "[0.9,1.0]", "in [0, 1), but is [0.9, 1.0]"),
     ("hidden_states.part", "1", "below hidden_states.num_parts=1, but is 1"),
+    (
+        "hidden_states.num_servers=1 hidden_states.backend",
+        "transformers",
+        "be vllm with hidden_states.servers or num_servers, wh",
+    ),
+    ("hidden_states.backend=vllm hidden_states.servers=[a] hidden_states.num_servers", "1", "be left out with hidden_"),
+    ("hidden_states.server", "0", "be below hidden_states.num_servers=0, but is 0; count from 0"),
     ("head=peagle head.ttt_steps=3 acceptance.num_speculative_tokens", "4", "be at most head.ttt_steps=3 "),
     ("head=dflash head.ttt_steps=3 acceptance.num_speculative_tokens", "4", "or train with head.ttt_steps=4"),
     ("acceptance.temperatures", "[0.7,0.70000001]", "at least 0.01 that differ from each other and from "),

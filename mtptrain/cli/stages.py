@@ -148,8 +148,9 @@ STAGES = {
 
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:
     """Returns the stages of a whole run with these settings, in order: name, stage, and what runs it."""
+    asking = ["responses"] * is_served(config) + ["hidden-states"] * config.hidden_states.asks_servers
     return [
-        (name, stage, "server" if name == "responses" and is_served(config) else stage.runner)
+        (name, stage, "server" if name in asking else stage.runner)
         for name, stage in STAGES.items()
         if stage.is_needed is not None and stage.is_needed(config)
     ]

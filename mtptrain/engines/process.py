@@ -172,10 +172,12 @@ def started(
     log_path: Path,
     environment: Mapping[str, str] | None = None,
     devices: str = "",
+    host: str = "127.0.0.1",
 ) -> Iterator[Started]:
-    """Runs a server, which ends no later than this process, on all GPUs or on these, as CUDA_VISIBLE_DEVICES."""
+    """Runs a server, which ends no later than this process, on all GPUs or on these, as CUDA_VISIBLE_DEVICES. With the
+    host 0.0.0.0, other machines reach it too."""
     port = free_port()
-    arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]
+    arguments = [sys.executable, SUPERVISOR, *command, "--host", host, "--port", str(port)]
     seen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
     with log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -191,9 +191,18 @@ class HiddenStatesConfig:
     """`vllm`: number of GPUs per engine; each rank starts its own engine."""
     servers: list[str] = field(default_factory=list)
     """`vllm`: addresses of running servers to ask, which write to a disk that is here too; empty starts engines."""
+    num_servers: int = at_least(0, default=0)
+    """`vllm`: number of servers to ask that write their addresses into `run_dir/servers`, such as tasks of Slurm."""
+    server: int | None = at_least(0, default=None)
+    """With a number from 0, run this one of `num_servers` with `tensor_parallel_size` GPUs, and extract nothing."""
     kv_cache_memory_bytes: int | None = None
     """`vllm`: the engine's setting of the same name. With null, the engine chooses on a GPU; on a CPU, it gets what
     two batches need."""
     scratch_dir: str | None = None
     """`vllm`: directory where the engine first writes the states of up to two shards per rank. `/dev/shm` saves
     disk traffic; null creates a directory inside the store."""
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether one process asks servers, and starts no engine."""
+        return bool(self.servers or self.num_servers)

