@@ -43,6 +43,7 @@ from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.trainer import is_compiled
+from mtptrain.utils.cpu import has_amx
 from mtptrain.utils.errors import UserError
 
 ENGINE_SHARE = 0.9
@@ -57,8 +58,9 @@ FEW_ROWS = 128
 EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
 """Shares of a GPU's published peak that extraction, that of a target with experts, whose small matrix products run far
 below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
-CPU_SHARE = 0.25
-"""Share of a CPU's measured peak that either reaches: as much time goes into elementwise operations."""
+CPU_SHARE, AMX_SHARE = 0.25, 0.07
+"""Shares of a CPU's measured peak that either reaches, because as much time goes into elementwise operations; with AMX,
+whose products in bf16 are so much faster, nearly all of it (0.068 with a target of 6M parameters, 0.073 of 135M)."""
 ENGINE_ANSWERS, OWN_ANSWERS = (0.2, "published for vLLM"), (0.003, "measured with our own loop")
 ON_CPU = "measured with our own loop on a CPU with AMX, nothing else running"
 CPU_ANSWERS = {torch.bfloat16: 0.016, torch.float32: 0.05}
@@ -87,6 +89,7 @@ class Plan:
         check_store_dtype(config.hidden_states.store_dtype, self.captured)
         self.target = target_costs(self.target_config)
         self.on_gpu = config.planner.gpu_tflops > 0 or torch.cuda.is_available()
+        self.each, self.of_each = ("each GPU", "of each GPU") if self.on_gpu else ("each rank", "of memory")
         with torch.device("meta"):
             self.head = build_head(config.head, self.target_config)
         self._count_documents()
@@ -194,10 +197,10 @@ class Plan:
         how = f", spread by accelerate over {gpus} in one process" if self.is_spread else ""
         how = f", tensor parallel over {parallel}" if is_vllm and parallel > 1 else how
         size = f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights"
-        self.rows["target"] = f"{size} on each GPU{how}, {self.backend}"
+        self.rows["target"] = f"{size} on {self.each}{how}, {self.backend}"
         if weights > available:
             self.warnings.append(
-                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
+                f"target.path: weights must fit into {_gb(available)} {self.of_each} in extraction, but take "
                 f"{_gb(weights)}; use at least {math.ceil(total / available)} GPUs in one machine"
             )
         # 2. States in flight: those of the longest document and of two batches, one of which is written. vLLM allocates
@@ -210,14 +213,15 @@ class Plan:
         num_in_flight = 2 * settings.batch_tokens + self.longest_tokens
         states = self.target_config.num_hidden_layers * streams * num_in_flight
         self.rows["scratch"] = f"{streams:,} bytes/token in vLLM's files, deleted after each shard"
-        self.rows["extraction, each GPU"] = (
+        self.rows[f"extraction, {self.each}"] = (
             f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}"
         )
         if weights <= available and weights + states > for_engine:
             self.warnings.append(
-                f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
-                f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states; lower it or "
-                "prompts.max_document_tokens, or raise hidden_states.tensor_parallel_size, which divides weights alone"
+                f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} "
+                f"{self.of_each} with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states; lower "
+                "it or prompts.max_document_tokens, or raise hidden_states.tensor_parallel_size, which divides weights "
+                "alone"
             )
         if gpus % parallel:
             self.warnings.append(
@@ -257,10 +261,10 @@ class Plan:
         held = training + target - activations
         parts = ", ".join(f"{name} {_gb(size)}" for name, size in self.memory.items())
         self.rows["head"] = f"{config.head.name}, {num_parameters / 1e6:,.1f} M parameters"
-        self.rows["training, each GPU"] = f"{_gb(training + target)}: {parts}"
+        self.rows[f"training, {self.each}"] = f"{_gb(training + target)}: {parts}"
         if validating:
             used = f"{_gb(validating)} for KV caches and the forward pass over the prompts"
-            self.rows["validation, each GPU"] = f"{_gb(held + validating)}, including {used}"
+            self.rows[f"validation, {self.each}"] = f"{_gb(held + validating)}, including {used}"
         per_step = train.batch_tokens * train.micro_batches_per_step
         self.num_steps = train.max_steps or train.epochs * math.ceil(self.num_tokens / per_step)
         """Number of training steps, if all of an epoch but the last are full."""
@@ -270,7 +274,7 @@ class Plan:
             self.rows["serving"] = f"{_gb(num_parameters * width)} of weights, and {cached}"
         self.export_bytes = proof_bytes(vocab_size, hidden_size, num_parameters, num_tables)
         self.rows["export"] = f"{_gb(self.export_bytes)} of host memory; the target's decoder layers are not loaded"
-        must = f"must fit into {_gb(available)} of each GPU, but takes"
+        must = f"must fit into {_gb(available)} {self.of_each}, but takes"
         if training > available:
             self.warnings.append(
                 f"train.batch_tokens: training {must} {_gb(training)}, {_gb(activations)} of them for activations; "
@@ -405,7 +409,7 @@ def tokens_per_s(
 ) -> tuple[float, str]:
     """Returns the tokens/s of a stage, and what limits it.
 
-    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, on a CPU at most `CPU_SHARE`,
+    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, on a CPU a smaller one,
     and the disk, which reads or writes `disk_bytes` for a token.
     """
     peak, where = planner.gpu_tflops * 1e12, f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
@@ -413,7 +417,8 @@ def tokens_per_s(
         peak = matmul_peak(torch.device("cuda"), dtype)
         where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
     elif not peak:
-        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, min(share, CPU_SHARE)
+        most = AMX_SHARE if dtype is torch.bfloat16 and has_amx() else CPU_SHARE
+        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, min(share, most)
         where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
     rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
     if 0 < disk_rate < rate:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig
 
+from mtptrain.cli.arguments import compose_config
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoreManifest
@@ -24,7 +25,9 @@ from tests.published_targets import PUBLISHED_TARGETS
 @pytest.fixture
 def config_for(config_for: Callable[..., PipelineConfig]) -> Callable[..., PipelineConfig]:
     """Returns a function that makes a config without data, unless it is given some."""
-    return lambda *overrides: config_for("prompts.paths=[]", "prompts.pattern='*'", *overrides)
+    return lambda *overrides: config_for(
+        "prompts.paths=[]", "prompts.pattern='*'", "planner.num_gpus=8", "planner.gpu_memory_gb=80", *overrides
+    )
 
 
 def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
@@ -141,6 +144,19 @@ def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callabl
     assert where in Plan(config_for()).rows["time of training"]
 
 
+def test_a_machine_without_gpus_is_planned_by_its_ranks_and_at_the_share_of_its_peak_that_it_reaches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mtptrain.planning.plan.matmul_peak", lambda *_: 1e12)
+    config = compose_config("recipe=quickstart", f"run_dir={tmp_path}", "hidden_states.dtype=bfloat16")
+    for has_amx, share in ((False, 25), (True, 7)):
+        monkeypatch.setattr("mtptrain.planning.plan.has_amx", lambda has_amx=has_amx: has_amx)
+        plan = Plan(config)
+        assert f"at {share}% of 1 TFLOP/s measured on this CPU" in plan.rows["time of hidden states"]
+        assert "training, each rank" in plan.rows and not plan.warnings
+
+
 def test_quantised_files_are_planned_at_their_own_size(tiny_target: Path, tmp_path: Path) -> None:
     """The weight files are local here. A plan from a config alone assumes `hidden_states.dtype` for every parameter."""
     config = AutoConfig.from_pretrained(tiny_target)
@@ -232,7 +248,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LARGE = (
     "hidden_states.batch_tokens=16384", "deepspeed=zero1", "planner.gpu_tflops=989", "train.micro_batches_per_step=8",
-    "acceptance.dtype=bfloat16",
+    "acceptance.dtype=bfloat16", "planner.num_gpus=8", "planner.gpu_memory_gb=80",
 )  # fmt: skip
 VLLM = "hidden_states.backend=vllm hidden_states.tensor_parallel_size"
 TOO_MUCH = {
@@ -270,7 +286,7 @@ def test_a_target_is_spread_where_one_gpu_has_no_room(llama_70b: Path) -> None:
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run[bold]"
-    result = succeed("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'")
+    result = succeed("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'", "planner.num_gpus=3")
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
     assert "byprompts.paths;thelongest" in letters and "ofhostmemory" in letters
