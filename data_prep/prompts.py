@@ -30,7 +30,7 @@ from mtptrain.data.prompt_files import (
     name_hash,
     unused_token,
 )
-from mtptrain.data.tool_calls import UNEVEN_TOOLS
+from mtptrain.data.tool_calls import TOOL_NOTES
 from mtptrain.engines.table import engine_of
 from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
@@ -61,7 +61,7 @@ def main(config: PipelineConfig) -> None:
 def prepare_prompts(run: Run) -> PromptsReport:
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
     source, clusters = read_source(prompts, run.target, run.stage_dir("responses"))
-    report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over - {UNEVEN_TOOLS}))
+    report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over - TOOL_NOTES))
     counts = report.counts
     counts["items"] = len(source.names) + len(source.refused)
     counts["joined"] = source.num_joined
@@ -81,8 +81,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warn(difference)
-    if UNEVEN_TOOLS in source.passed_over:
-        warn(UNEVEN_TOOLS)
+    for each in sorted(TOOL_NOTES & set(source.passed_over)):
+        warn(each)
     if note := engine_of(run.config.export.engine).ends_note(run.target):
         print(note)
 

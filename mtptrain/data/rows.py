@@ -15,8 +15,10 @@ from mtptrain.data.row_files import Row
 from mtptrain.data.tool_calls import (
     CALL_KEYS,
     FUNCTION_KEYS,
+    LONG_FRACTIONS,
     TOOL_COLUMNS,
     UNEVEN_TOOLS,
+    has_long_fractions,
     parsed_json,
     read_calls,
     read_hermes,
@@ -79,7 +81,7 @@ ANY_SCHEMA = RowFormat()
 
 
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], set[str]]:
-    """Returns the messages of a row, and the names of what is passed over, with `UNEVEN_TOOLS` if that holds."""
+    """Returns the messages of a row, and the names of what is passed over, with those of `TOOL_NOTES` that hold."""
     columns = given_columns(row, form.metadata)
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     parsed = [[_parse_message(message, form) for message in listed] for listed in lists if listed]
@@ -101,6 +103,8 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
     messages, found = read_hermes(messages, tools[0] if tools else [])
     if any(tuple(each["function"]) != FUNCTION_KEYS[:3] for each in found):
         passed_over = {*passed_over, UNEVEN_TOOLS}
+    if has_long_fractions([found, *(message.get("tool_calls") for message in messages)]):
+        passed_over = {*passed_over, LONG_FRACTIONS}
     if not messages:
         raise ConversationRefused("no messages")
     if found:

@@ -25,6 +25,11 @@ UNEVEN_TOOLS = (
     "prompts: tools should have a description and parameters, and no `strict`, but some do not: of these, vLLM writes "
     'null for what is left out, and llama.cpp "" and {} and no `strict`, unlike the documents; complete the tools'
 )
+LONG_FRACTIONS = (
+    "prompts: numbers of tools and calls should be whole or have at most six digits, but some do not: in the JSON of a "
+    "chat template llama.cpp writes six digits of a fraction, and 1 for 1.0, unlike the documents, vLLM and SGLang"
+)
+TOOL_NOTES = {UNEVEN_TOOLS, LONG_FRACTIONS}
 CALL_IN_TEXT = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RESULT_IN_TEXT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 HERMES_SYSTEM = re.compile(
@@ -113,6 +118,14 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
         else:
             read.append(message)
     return read, tools
+
+
+def has_long_fractions(value: Any) -> bool:
+    """Returns whether llama.cpp b11434 writes a number of a value of JSON otherwise than Python."""
+    if isinstance(value, float):
+        return f"{value:g}" != json.dumps(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(map(has_long_fractions, parts))
 
 
 def _refuse_non_json(value: Any, name: str = "a tool or call") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import transformers
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -23,7 +24,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template
 
 from mtptrain.target.files import DEVELOPER, RENDERED, TargetFiles, names_in, parsed_template
-from mtptrain.target.generation import FILE
+from mtptrain.target.generation import FILE, as_words
 from mtptrain.target.gguf import CHAT_TEMPLATE, TOKENIZER, has_known_tokenizer, tokenizer_of
 from mtptrain.target.llama_tokens import llama_tokens
 from mtptrain.utils.errors import error_summary
@@ -37,7 +38,7 @@ READERS = {CONFIG: "llama.cpp's converter", **dict.fromkeys((PROCESSOR, LEGACY),
 PASSED_OVER = re.compile(r"(?<=-[%#}]\})\s+\Z|(?<=[%#]\})\n{1,2}\Z|\n\Z")
 """A line break at the end of a template, two after a block or comment (`trim_blocks`), all space after a minus sign."""
 OVERRIDE = "--override-kv tokenizer.ggml.add_{}_token=bool:{}"
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "default": None}}, "required": ["a"]}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": ["string", "null"], "default": None}}, "required": ["a"]}
 TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "<", "parameters": PARAMETERS}}])
 DATES = ("date_string", "datetime")
 """Variables of chat templates that llama.cpp b11434 sets in each request (common/chat.cpp)."""
@@ -60,6 +61,7 @@ CALLED = (
         "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": PROBE}}}],
     },
 )
+THOUGHT = ({"role": "user", "content": "Hi"}, CALLED[1] | {"reasoning_content": "c"})
 CALLED_ALONE = (CALLED[0], CALLED[1] | {"content": ""})
 """`content: null`, which llama.cpp and SGLang, as we do, make an empty text, and vLLM an empty list."""
 TEXT = "It's  12345 words\n\n a"
@@ -137,12 +139,14 @@ def _llama_tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         yield llama.unknown
         return
     bos, eos = (str(tokenizer.decode([llama.ids[name]])) for name in ("bos", "eos"))
-    for tools, chat in product(TOOLS, (*_chats(tokenizer), _accepted(tokenizer, *SPACED), CALLED)):
+    for tools, chat in product(TOOLS, (*_chats(tokenizer), _accepted(tokenizer, *SPACED), CALLED, THOUGHT)):
         ours, theirs = _rendered(tokenizer, *chat, tools=tools), _llama_rendered(tokenizer, chat, tools, bos, eos)
         if llama.adds["bos"] and theirs:
             theirs = bos + theirs.removeprefix(bos)
         if ours and ours != theirs:
-            mend = f"name the same bos_token and eos_token in {CONFIG}, in config.json and in the GGUF file"
+            mend = "correct the template, or give it prompts as token ids"
+            if (bos, eos) != (tokenizer.bos_token, tokenizer.eos_token):
+                mend = f"name the same bos_token and eos_token in {CONFIG}, in config.json and in the GGUF file"
             if llama.adds["bos"] and theirs == bos + ours:
                 mend = f"correct the template, or start llama-server with {OVERRIDE.format('bos', 'false')}"
             yield _other_text(target, "llama-server", "", theirs, ours, mend)
@@ -353,15 +357,43 @@ def _llama_rendered(
         template = tokenizer.get_chat_template(tools=tools)
         messages = [{**each, "content": each["content"].strip()} for each in chat] if STEPFUN in template else [*chat]
         if all(each in template for each in MINISTRAL) and "[CALL_ID]" not in template:
-            messages = [
-                each if each["role"] == "user" else {**each, "content": [{"type": "text", "text": each["content"]}]}
-                for each in messages
-            ]
+            messages = [each if each["role"] == "user" else _in_blocks(each) for each in messages]
         environment = compile_jinja_template("").environment.overlay(finalize=_printed)
-        return environment.from_string(SAFE.sub("", template)).render(
-            messages=messages, add_generation_prompt=False, **given
-        )
+        environment.filters = {**environment.filters, _searched.__name__: _searched}
+        tree = _AsLlamaReads().visit(environment.parse(SAFE.sub("", template)))
+        return environment.from_string(tree).render(messages=messages, add_generation_prompt=False, **given)
     return ""
+
+
+def _in_blocks(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with its thoughts and its text as a list."""
+    parts = {"thinking": message.get("reasoning_content"), "text": message["content"]}
+    content = [{"type": name, name: text} for name, text in parts.items() if text is not None]
+    return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": content}
+
+
+class _AsLlamaReads(NodeTransformer):
+    """Changes expressions to what llama.cpp b11434 computes: null joined to a text adds nothing, and no list is sought
+    in a list."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
+        self.generic_visit(node)
+        empty = nodes.Const("")
+        node.nodes = [nodes.CondExpr(nodes.Test(each, "none", [], [], None, None), empty, each) for each in node.nodes]
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for each in node.ops:
+            if each.op in ("in", "notin"):
+                each.expr = nodes.Filter(each.expr, _searched.__name__, [node.expr], [], None, None)
+        return node
+
+
+def _searched(place: Any, sought: Any) -> Any:
+    if isinstance(place, list | tuple) and isinstance(sought, list | tuple):
+        raise TypeError
+    return place
 
 
 def _printed(value: Any) -> Any:
@@ -389,6 +421,12 @@ def tokens_elsewhere(target: TargetFiles) -> Iterator[str]:
         others[LLAMA] = partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer.from_str(json.dumps(plain)))
     if target.given_gguf and target.gguf and has_known_tokenizer(target.gguf_metadata):
         others[IN_GGUF] = partial(tokenizer_of, target.gguf)
+    elif target.given_gguf and target.gguf_metadata:
+        kind = as_words({name: target.gguf_metadata.get(TOKENIZER + name, "missing") for name in ("model", "pre")})
+        yield (
+            f"{target.gguf}: the tokens of a text in llama.cpp should be known here, but are not for a tokenizer of "
+            f"{kind}; see what `mtptrain serving-check` says of chats, or give llama-server prompts as token ids"
+        )
     chat = _accepted(tokenizer, *SPACED[1:], SPACED[1])
     chats = [_rendered(tokenizer, *each, add_generation_prompt=True) for each in (chat, _chats(tokenizer)[0])]
     texts = (TEXT, *chats)  # with a space after each special token, and without

@@ -92,7 +92,8 @@ class Openvino(WorkerEngine):
         own_program = (
             f"{self.name} {self.version} makes prompts of chats by a program of its own, which fails for some chat "
             "templates (GLM-4.6's, and all with `is undefined`) and makes other text of others (tools in SmolLM3's): "
-            "render chats by transformers, and send the text with apply_chat_template=False."
+            "render chats by transformers, and send token ids; to a text it adds the tokenizer's BOS, also beside one "
+            "that the template wrote, and with apply_chat_template=False."
         )
         has_template = bool(target.tokenizer.chat_template)
         notes = super().notes(target) + [note] * bool(named) + [too_long] * (longest is not None)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from data_prep.conversations import read_conversations
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.rows import parse_row
-from mtptrain.data.tool_calls import UNEVEN_TOOLS
+from mtptrain.data.tool_calls import LONG_FRACTIONS, UNEVEN_TOOLS
 
 FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
 TEXT_PARAMETERS = {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}
@@ -118,6 +118,15 @@ def test_tools_are_read_as_servers_pass_them_on_and_those_that_servers_complete_
     for uneven in ({"name": "weather"}, FUNCTION | {"strict": True}):
         messages, passed_over = parse_row(openai_row([{"type": "function", "function": uneven}]))
         assert messages[0]["tools"][0]["function"] == uneven and passed_over == {UNEVEN_TOOLS}
+
+
+@pytest.mark.parametrize(("number", "is_named"), [(37.774929, True), (1.0, True), (1, False), (37.7749, False)])
+@pytest.mark.parametrize("in_tool", [True, False])
+def test_a_fraction_that_llama_cpp_rounds_is_named(number: float, is_named: bool, in_tool: bool) -> None:
+    tool = {**TOOL, "function": FUNCTION | {"parameters": {"enum": [number]}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"at": [number]}}}
+    in_call = {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert (LONG_FRACTIONS in parse_row(openai_row([tool]) if in_tool else in_call)[1]) == is_named
 
 
 def test_text_with_tags_of_a_row_without_tools_and_a_result_not_all_between_tags_stay_as_they_are() -> None:

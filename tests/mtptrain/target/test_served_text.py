@@ -113,6 +113,25 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         "",
         [r"llama-server .* makes '<\|end\|>a' of "],
     ),
+    "a null that is joined to a text": (
+        {JINJA: A + "{% if tools %}{{ '=' ~ tools[0].function.parameters.properties.a.default }}{% endif %}"},
+        "",
+        [r"llama-server .* makes '<.end.>a=' of one that is '<.end.>a=None' here; correct the template"],
+    ),
+    "a list that is sought in a list": (
+        {JINJA: A + "{% if tools and tools[0].function.parameters.properties.a.type in ['string'] %}{% endif %}"},
+        "",
+        ["llama-server .* makes 'an error' of one that is '<.end.>a' here"],
+    ),
+    "thoughts in blocks for Ministral": (
+        {
+            JINJA: "{# [SYSTEM_PROMPT][TOOL_CALLS][ARGS] #}{{ bos_token }}{% for m in messages %}"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}{{ b[b.type] }}{% endfor %}"
+            "{% endif %}{% endfor %}"
+        },
+        "",
+        ["llama-server .* makes '<.end.>Hic Hi ' of one that is '<.end.>Hi Hi ' here"],
+    ),
     "contents that llama.cpp trims for StepFun": (
         {JINJA: A + "{% if false %}You have access to the following functions in JSONSchema format{% endif %}"},
         "",
@@ -518,3 +537,10 @@ def test_texts_that_begin_or_end_otherwise_than_in_a_server_are_named(
         gguf = write_gguf(tmp_path / GGUF, directory, settings=settings | {"tokenizer.ggml.pre": pre})
         found_here = list(texts_elsewhere([], TargetFiles(directory, given_gguf=str(gguf))))
         assert len(found_here) == len(said) and all(map(re.search, said, found_here)), (pre, added, found_here)
+
+
+def test_a_tokenizer_of_a_gguf_file_that_is_not_known_is_named(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    write_gguf(tmp_path / GGUF, tmp_path, settings={"tokenizer.ggml.pre": "gpt-4o"})
+    said = [*texts_elsewhere([], TargetFiles(tmp_path, given_gguf=str(tmp_path / GGUF)))]
+    assert any(re.search(rf"{GGUF}: .* not for a tokenizer of model gpt2, pre gpt-4o; see", each) for each in said)
