@@ -52,6 +52,8 @@ SPACED = tuple({"role": role, "content": " Hi "} for role in ("system", "user", 
 SAFE = re.compile(r"\|\s*safe\b")
 """Marks a text in Jinja, so that what is added to it is escaped as HTML."""
 MINISTRAL = ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]")
+THINKING = ("<|channel|>", "<|tool_list_start|>", "List of tools: [")
+"""In the templates (gpt-oss, LFM2) for which llama.cpp, as transformers for all, copies `reasoning_content` to `thinking`."""
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "Hi"},
@@ -358,6 +360,11 @@ def _llama_rendered(
         messages = [{**each, "content": each["content"].strip()} for each in chat] if STEPFUN in template else [*chat]
         if all(each in template for each in MINISTRAL) and "[CALL_ID]" not in template:
             messages = [each if each["role"] == "user" else _in_blocks(each) for each in messages]
+        if any(each in template for each in THINKING):
+            messages = [
+                each | ({"thinking": each["reasoning_content"]} if "reasoning_content" in each else {})
+                for each in messages
+            ]
         environment = compile_jinja_template("").environment.overlay(finalize=_printed)
         environment.filters = {**environment.filters, _searched.__name__: _searched}
         tree = _AsLlamaReads().visit(environment.parse(SAFE.sub("", template)))

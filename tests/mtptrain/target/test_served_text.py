@@ -123,6 +123,12 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # the templates, wh
         "",
         ["llama-server .* makes 'an error' of one that is '<.end.>a' here"],
     ),
+    "thoughts by another name": (
+        {JINJA: A + "{{ messages[-1].thinking }}"},
+        "",
+        ["llama-server .* makes '<.end.>Hi' of one that is '<.end.>Hic' here; correct"],
+    ),
+    "thoughts by the name of LFM2": ({JINJA: A + "{{ messages[-1].thinking }}{# List of tools: [ #}"}, "", []),
     "thoughts in blocks for Ministral": (
         {
             JINJA: "{# [SYSTEM_PROMPT][TOOL_CALLS][ARGS] #}{{ bos_token }}{% for m in messages %}"
