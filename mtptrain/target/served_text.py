@@ -53,7 +53,8 @@ SAFE = re.compile(r"\|\s*safe\b")
 """Marks a text in Jinja, so that what is added to it is escaped as HTML."""
 MINISTRAL = ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]")
 THINKING = ("<|channel|>", "<|tool_list_start|>", "List of tools: [")
-"""In templates (gpt-oss, LFM2) for which llama.cpp copies `reasoning_content` to `thinking`; transformers always does."""
+"""Is in templates (gpt-oss, LFM2) for which llama.cpp copies `reasoning_content` to `thinking`
+(transformers always does)."""
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "Hi"},
@@ -361,7 +362,7 @@ def _llama_rendered(
         if all(each in template for each in MINISTRAL) and "[CALL_ID]" not in template:
             messages = [each if each["role"] == "user" else _in_blocks(each) for each in messages]
         if any(each in template for each in THINKING):
-            messages = [{**each, **{"thinking": x for x in [each.get("reasoning_content")] if x}} for each in messages]
+            messages = [{"thinking": x["reasoning_content"]} | x if "reasoning_content" in x else x for x in messages]
         environment = compile_jinja_template("").environment.overlay(finalize=_printed)
         environment.filters = {**environment.filters, _searched.__name__: _searched}
         tree = _AsLlamaReads().visit(environment.parse(SAFE.sub("", template)))
