@@ -239,7 +239,8 @@ class ServerStreams:
         """Returns a server that has the target and the context, and whose states are those of the other servers.
 
         Its last states must give the token that it answers, and be equal if they are asked for twice: a server that
-        keeps prefixes does not compute them again. Which layers the others are, only its name says.
+        keeps prefixes does not compute them again. Which layers the others are, and of which revision, only its name
+        says.
         """
         try:
             server = StatesServer(place if isinstance(place, str) else place.read_text())
@@ -247,8 +248,10 @@ class ServerStreams:
             raise Absent(f"no server has written its address to {place}") from error
         if not is_same_model(server.root, self.target):
             raise server.refused(f"serve {self.target.path}, but serves {server.root}")
-        if server.model != (name := served_name(self.layer_ids)):
-            raise server.refused(f"capture the layers of {name}, by its --served-model-name, but has {server.model}")
+        if server.model != (name := served_name(self.target, self.layer_ids)):
+            raise server.refused(
+                f"have the --served-model-name {name} of these layers and weights, but has {server.model}"
+            )
         if server.max_model_len <= self.longest:
             raise server.refused(f"have a --max-model-len of {self.longest + 1}, but has {server.max_model_len}")
         path, token = server.written(probe)
@@ -285,9 +288,9 @@ def _file_and_token(body: bytes) -> tuple[Path, int]:
     return Path(answer["kv_transfer_params"]["hidden_states_path"]), int(answer["choices"][0]["token_ids"][0])
 
 
-def served_name(layer_ids: Sequence[int]) -> str:
-    """Returns the name under which a server that captures these layers serves the target."""
-    return "-".join(["layers", *map(str, layer_ids)])
+def served_name(target: TargetFiles, layer_ids: Sequence[int]) -> str:
+    """Returns the name under which a server that captures these layers serves the target, told by its weights."""
+    return "-".join(["layers", *map(str, layer_ids), "of", target.weights_sha256[:8]])
 
 
 def server_command(
@@ -306,7 +309,7 @@ def server_command(
     captured = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
     drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": captured}
     arguments = {
-        "--served-model-name": served_name(layer_ids),
+        "--served-model-name": served_name(target, layer_ids),
         "--dtype": str(dtype).removeprefix("torch."),
         "--max-model-len": str(longest + 1),
         "--tensor-parallel-size": str(gpus),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction import server_streams
-from mtptrain.hidden_states.extraction.server_streams import ServerStreams
+from mtptrain.hidden_states.extraction.server_streams import ServerStreams, served_name
 from mtptrain.run_dir import Run
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -43,8 +43,9 @@ class StatesServer(FakeServer):
         """Number of the request whose file is not complete."""
         self.states_of = self.random_states
 
-    def serves(self, root: object, name: str = "layers-2") -> None:
+    def serves(self, root: object, name: str = "") -> None:
         super().serves(root)
+        name = name or served_name(TargetFiles(Path(str(root))), [2])
         self.answers["/v1/models"] = self.answers["/v1/models"].replace(b'"a"', f'"{name}"'.encode())
 
     def random_states(self, prompt: list[int]) -> tuple[torch.Tensor, int]:
@@ -214,7 +215,8 @@ def test_a_late_answer_is_not_taken_for_one_of_the_next_window(serve: Serve, tin
 
 REFUSED: dict[str, str] = {
     "another model": "must serve .*, but serves .*other",
-    "a head with other layers": "must capture the layers of layers-2, .* but has layers-1-2",
+    "a head with other layers": "must have the --served-model-name layers-2-of-.* but has layers-1-2",
+    "another revision": "must have the --served-model-name layers-2-of-.* but has layers-2-of-",
     "a short context": "must have a --max-model-len of 65, but has 64",
     "two layers": r"must write torch.float32 states of 1 layers for 64 tokens, but wrote .*\(64, 2, 64\)",
     "bf16": "but wrote torch.bfloat16",
@@ -229,15 +231,20 @@ REFUSED: dict[str, str] = {
 def test_a_server_that_would_write_other_states_is_refused(
     prepared: ConfigFor, serve: Serve, tmp_path: Path, case: str
 ) -> None:
-    servers = [serve()]
+    servers, target = [serve()], Run(config_of(prepared)).target
     server, right = servers[0], servers[0].states_of
     if case == "another model":
         server.serves(make_target(tmp_path / "other", seed=5))
     elif case == "a head with other layers":
-        server.serves(Run(config_of(prepared)).target.path, "layers-1-2")
+        server.serves(target.path, "layers-1-2")
+    elif case == "another revision":
+        other = TargetFiles(make_target(tmp_path / "other", seed=5))
+        server.serves(f"/of/another/node/{Path(target.path).name}", served_name(other, [2]))
     elif case == "a short context":
-        models = json.dumps({"data": [{"id": "layers-2", "root": str(tmp_path.name), "max_model_len": 64}]})
-        server.answers["/v1/models"] = models.replace(tmp_path.name, Run(config_of(prepared)).target.path).encode()
+        models = json.dumps(
+            {"data": [{"id": served_name(target, [2]), "root": str(tmp_path.name), "max_model_len": 64}]}
+        )
+        server.answers["/v1/models"] = models.replace(tmp_path.name, target.path).encode()
     elif case == "another disk":
         answer = {"choices": [{"token_ids": [1]}], "kv_transfer_params": {"hidden_states_path": "/nowhere/1"}}
         server.answers["/v1/completions"] = json.dumps(answer).encode()
