@@ -62,7 +62,7 @@ LINES = {
     "mtptrain/init_from": 1374,
     "mtptrain/planning": 890,
     "mtptrain/settings": 1226,
-    "mtptrain/target": 3616,
+    "mtptrain/target": 3615,
     "mtptrain/training": 2808,
     "mtptrain/utils": 1175,
     "data_prep": 2815,

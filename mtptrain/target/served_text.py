@@ -53,8 +53,7 @@ SAFE = re.compile(r"\|\s*safe\b")
 """Marks a text in Jinja, so that what is added to it is escaped as HTML."""
 MINISTRAL = ("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]")
 THINKING = ("<|channel|>", "<|tool_list_start|>", "List of tools: [")
-"""Is in templates (gpt-oss, LFM2) for which llama.cpp copies `reasoning_content` to `thinking`
-(transformers always does)."""
+"""Of gpt-oss and LFM2, for which llama.cpp copies `reasoning_content` to `thinking`, as transformers always does."""
 STEPFUN = "You have access to the following functions in JSONSchema format"
 CALLED = (
     {"role": "user", "content": "Hi"},
