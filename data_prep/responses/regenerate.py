@@ -30,6 +30,7 @@ from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.prompt_files import describe_refusals, group_refusals
 from mtptrain.data.rows import RowFormat
+from mtptrain.engines.table import running_engine
 from mtptrain.run_dir import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
@@ -233,6 +234,8 @@ def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: Tar
     """Connect to the server and check that it completes a prompt."""
     server = CompletionServer(url, settings, sampling, target.tokenizer, int(target.config.vocab_size))
     server.check(render_prompt(target.tokenizer, PROBE))
+    if why := running_engine("vllm").why_not_answers(target, sampling.settings):
+        warnings.warn(f"responses.url: must not be vLLM: {why}", stacklevel=2)
     print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     return server
 

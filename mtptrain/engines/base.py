@@ -1,5 +1,6 @@
 """The interface of an engine, which each implements in a file or folder of its own. `table.ENGINES` names them all."""
 
+import re
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
-from mtptrain.engines.limits import Refusal
+from mtptrain.engines.limits import Refusal, is_mimo
 from mtptrain.engines.process import find_python, made_python, printed_by, run_worker, warn_of_version
 from mtptrain.engines.requests import (
     EngineCounts,
@@ -125,6 +126,12 @@ class Engine(ABC):
     """Whether the engine serves a target as a GGUF file."""
     takes_dtype = False
     """Whether its server takes `--dtype`, without which it computes in that of config.json, and never in float32."""
+    own_renderers: Mapping[str, str] = MappingProxyType({})
+    """Patterns of architectures and families of whose chats it makes prompts by a program of its own, and what that is.
+    """
+    reads_architectures = False
+    """Whether it chooses its class of a target by `architectures` of config.json, where transformers reads model_type.
+    """
     package = ""
     """The module by which Python imports the engine; empty if it has the engine's name in `export.engine`."""
 
@@ -193,7 +200,28 @@ class Engine(ABC):
                 f"{self.name} {self.version} does not serve the head to requests that leave out what the target's "
                 f"{target.own_generation.source} sets: {error}; mend or remove the setting."
             )
-        return [note for note in (settings, self.ends_note(target)) if note]
+        return [note for note in (settings, self.ends_note(target), *self.config_notes(target)) if note]
+
+    def config_notes(self, target: TargetFiles) -> Iterator[str]:
+        """Yields what the engine makes of keys of config.json by rules of its own."""
+        engine, config, (named, own) = f"{self.name} {self.version}", target.config, target.classes
+        if self.reads_architectures and own and named not in own and not is_mimo(config):
+            yield (
+                f"{engine} takes the class of a target from `architectures` of config.json, which names "
+                f"{named or 'none'}, but transformers from its model_type, here {' or '.join(own)}: correct that key."
+            )
+        for pattern, how in self.own_renderers.items():
+            if re.search(pattern, f"{named} {config.model_type}"):
+                yield f"{engine} makes prompts of chats with this target by {how}."
+        if (context := getattr(config, key := self.context_key(config))) < config.max_position_embeddings:
+            yield (
+                f"{engine} takes {context:,} tokens at most, by {key} of the target's config.json, not "
+                f"max_position_embeddings={config.max_position_embeddings:,}: remove that key to serve longer contexts."
+            )
+
+    def context_key(self, config: PreTrainedConfig) -> str:
+        """Returns the key of config.json that limits prompt and answer together."""
+        return "max_position_embeddings"
 
     def defaults_note(self, generation: GenerationDefaults) -> str:
         """Returns what a request that leaves settings out gets from the target's files; "" if nothing."""

@@ -46,6 +46,8 @@ BLOCK_METHODS = ("DFLASH", "DSPARK")
 ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang ends answers, whatever the files say (srt/utils/hf_transformers/common.py)."""
 MAX_PENALTY = 2
+CONTEXTS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+"""Keys of which the first that config.json has is the context of a target (srt/utils/hf_transformers/common.py)."""
 NAMED = (
     r"\bpoints\b|moss.*vl|internvl|janus|vicuna|llava-(v1\.5|next-video-(7b|34b)|v1\.6-(yi-)?34b|onevision-qwen2)|"
     r"deepseek(.*vl2|-ocr)|minicpm-[vo](?!-4[._][67])|phi-4-multimodal|unlimited|paddleocr|whisper"
@@ -151,6 +153,13 @@ class Sglang(Engine):
         **{"min_p": Applied.without_drafts, "eos_token_ids": Applied.yes, "tokenizer_eos_token_id": Applied.yes},
     }
     defaults = {"temperature": 1.0}  # noqa: RUF012
+    own_renderers = {  # noqa: RUF012 (srt/entrypoints/openai/chat_encoding.py)
+        "DeepseekV4|KimiK3|InklingForCond": "a program of its own, not by the chat template: give it token ids"
+    }
+    reads_architectures = True
+
+    def context_key(self, config: PreTrainedConfig) -> str:
+        return next(key for key in CONTEXTS if getattr(config, key, None) is not None)
 
     def ends_of(self, target: TargetFiles) -> list[int]:
         """Returns the ends of config.json too, which SGLang joins with those of generation_config.json."""

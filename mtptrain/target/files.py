@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, meta
 from jinja2.nodes import Template
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.generation import GenerationDefaults, parse_generation, read_generation
@@ -67,6 +68,14 @@ class TargetFiles:
     @cached_property
     def config(self) -> PreTrainedConfig:
         return read_target_config(self.directory)
+
+    @property
+    def classes(self) -> tuple[str, list[str]]:
+        """The first of `architectures` in config.json, "" without one, and transformers' own for its model_type."""
+        config = read_json(self.directory / "config.json")
+        tables = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        own = [names[config["model_type"]] for names in tables if config["model_type"] in names]
+        return next(iter(config.get("architectures") or []), ""), own
 
     @property
     def has_image_encoder(self) -> bool:

@@ -135,11 +135,7 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         notes = engine_of(name).notes(run_with(target, name, **settings).target)
         others = [note for note in notes if not note.startswith("vLLM 0.32 samples a request without")]
         assert len(others) == bool(said) and all(re.search(said, note) for note in others), (settings, notes)
-    (target / "config.json").write_text(
-        (config := (target / "config.json").read_text()).replace("{", '{"seq_len": 9, ', 1)
-    )
-    assert "takes 9 tokens at most, by seq_len" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
-    (target / "config.json").write_text(config)
+    config = (target / "config.json").read_text()
     (modules := target / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling"}]')
     assert "for a model of embeddings, by modules.json" in engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
     modules.unlink()
@@ -154,13 +150,29 @@ def test_acceptance_has_a_row_for_what_the_engine_adds_and_sampler_and_engine_sh
         of_embeddings.write_text(json.dumps(settings))
         assert re.search(said, engine_of("vllm").notes(run_with(target, "vllm").target)[-1])
     of_embeddings.unlink()
-    (target / "config.json").write_text(config.replace('"llama"', '"gpt_oss"'))
-    note = engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
-    assert "makes prompts of this family by openai_harmony" in note and "reads reasoning_effort of a request" in note
-    (target / "config.json").write_text(config.replace("LlamaForCausalLM", "DeepseekV32ForCausalLM"))
-    note = engine_of("vllm").notes(run_with(target, "vllm").target)[-1]
-    assert "makes prompts of a DeepseekV32ForCausalLM by a program of its own, not by the chat template" in note
-    (target / "config.json").write_text(config)
+    own, by_architecture = (
+        "makes prompts of chats with this target by a program of its own, not",
+        "takes the class of a ta",
+    )
+    for changed, in_vllm, in_sglang in (
+        ({"seq_length": 9}, "takes 9 tokens at most, by seq_length", "takes 9 tokens at most, by seq_length"),
+        ({"seq_len": 9}, "takes 9 tokens at most, by seq_len", ""),
+        (
+            {"model_max_length": 9, "seq_length": 8},
+            "9 tokens at most, by model_max_length",
+            "8 tokens at most, by seq_",
+        ),
+        ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, "by openai_harmony, .* reads reaso", ""),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, f"{own} by .* --tokenizer-mode hf", by_architecture),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, own, own),
+        ({"architectures": ["LlamaModel"]}, f"{by_architecture}.* LlamaModel, but .* LlamaForC", by_architecture),
+        ({"architectures": None}, "which names none, but transformers from its model_type, here Ll", by_architecture),
+        ({"architectures": ["MiMoForCausalLM"]}, "", ""),
+    ):
+        (target / "config.json").write_text(json.dumps(json.loads(config) | changed))
+        for name, said in (("vllm", in_vllm), ("sglang", in_sglang)):
+            note = engine_of(name).notes(run_with(target, name).target)[-1]
+            assert re.search(said or "samples a request without", note), (changed, note)
     greedy = run_with(target, "transformers", do_sample=False, temperature=0.7, repetition_penalty=1.05).target
     assert engine_of("transformers").read_by(greedy).sampling == {"repetition_penalty": 1.05}
     other = run_with(target, "vllm", eos_token_id=[3]).target

@@ -1,7 +1,6 @@
 """vLLM: what it serves and needs, how it is started, and its settings for K at each batch size."""
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,8 +57,6 @@ METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "d
 Another method that is given, such as medusa or draft_model, is overridden. Source: vllm/config/speculative.py in vLLM
 0.32.
 """
-OWN_ENCODER = "MoonshotKimia|KimiK3|Deepseek(V32|V4|V41)For|Inkling"
-"""Architectures whose tokenizer mode vLLM 0.32 chooses by itself (vllm/config/model.py)."""
 DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 """Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 
@@ -67,10 +64,10 @@ DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
 """Those between 0 and the first are raised to it, and above the second every request is an error."""
 CONTEXTS = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-"""Keys of which the least is the context of a target, or that of `model_max_length` if it is there."""
+"""Keys of which the least is the context of a target, unless `model_max_length` is there."""
 
 
 class Vllm(RunningEngine):
@@ -99,6 +96,13 @@ class Vllm(RunningEngine):
     environment = ENVIRONMENT
     requests_in_flight = 8
     has_our_penalties = True
+    own_renderers = {  # noqa: RUF012 (vllm/config/model.py)
+        "MoonshotKimia|KimiK3|Deepseek(V32|V4|V41)For|Inkling": "a program of its own, not by the chat template: "
+        "compare them by `mtptrain serving-check`, or start it with --tokenizer-mode hf",
+        "gpt_oss": "openai_harmony, not by the chat template, with today's date unless VLLM_SYSTEM_START_DATE is set, "
+        "and reads reasoning_effort of a request instead of chat_template_kwargs",
+    }
+    reads_architectures = True
     without_them = "start vLLM with `--generation-config vllm`, or set them in each request"
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
     how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
@@ -118,24 +122,20 @@ class Vllm(RunningEngine):
         temperature = target.generation.temperature or 0
         return f"temperature must be in [0, 2], got {temperature}" if temperature > MAX_TEMPERATURE else ""
 
+    def why_not_answers(self, target: TargetFiles, sampling: Mapping[str, Any]) -> str:
+        temperature = sampling["temperature"]
+        is_taken = temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+        return "" if is_taken else f"it takes temperatures of 0 and from 0.01 to 2 as they are, but not {temperature}"
+
+    def context_key(self, config: PreTrainedConfig) -> str:
+        given = [key for key in CONTEXTS if isinstance(getattr(config, key, None), int)]
+        has_own = isinstance(getattr(config, "model_max_length", None), int)
+        return "model_max_length" if has_own else min(given, key=lambda key: int(getattr(config, key)))
+
     def notes(self, target: TargetFiles) -> list[str]:
-        config = target.config
-        contexts = {key: value for key in CONTEXTS if isinstance(value := getattr(config, key, None), int)}
-        key = "model_max_length" if contexts.get("model_max_length") else min(contexts, key=contexts.__getitem__)
         notes = super().notes(target)
         if 0 < (temperature := target.generation.temperature or 0) < MIN_TEMPERATURE:
             notes.append(f"vLLM {self.version} raises the target's temperature {temperature} to {MIN_TEMPERATURE}.")
-        if config.model_type == "gpt_oss":
-            notes.append(
-                f"vLLM {self.version} makes prompts of this family by openai_harmony, not by the chat template, with "
-                "today's date unless VLLM_SYSTEM_START_DATE is set, and reads reasoning_effort of a request instead of "
-                "chat_template_kwargs."
-            )
-        if architecture := next((each for each in config.architectures or () if re.match(OWN_ENCODER, each)), None):
-            notes.append(
-                f"vLLM {self.version} makes prompts of a {architecture} by a program of its own, not by the chat "
-                "template: compare them by `mtptrain serving-check`, or start it with --tokenizer-mode hf."
-            )
         for path in target.directory.glob("sentence_*_config.json"):
             if "max_seq_length" in (settings := read_json(path)):
                 notes.append(
@@ -147,13 +147,7 @@ class Vllm(RunningEngine):
                 f"vLLM {self.version} takes the target for a model of embeddings, by {path.name}, and writes no "
                 "answers: start it with --runner generate, or remove that file."
             )
-        if contexts[key] >= config.max_position_embeddings:
-            return notes
-        return [
-            *notes,
-            f"vLLM {self.version} takes {contexts[key]:,} tokens at most, by {key} of the target's config.json, whose "
-            f"max_position_embeddings is {config.max_position_embeddings:,}: remove that key to serve longer contexts.",
-        ]
+        return notes
 
     def check_directory(self, directory: Path, form: Format, setting: str = "export.output_dir") -> None:
         name = next((each for each in METHODS_BY_NAME if each in str(directory.resolve()).lower()), None)

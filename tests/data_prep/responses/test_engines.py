@@ -128,6 +128,11 @@ def test_an_engine_that_cannot_answer_is_refused_and_what_is_there_stays(by_engi
         ),
         (
             "answers",
+            {"temperature": 0.005},
+            r"but is vllm: it takes temperatures of 0 and from 0\.01 to 2 .*not 0\.005;",
+        ),
+        (
+            "answers",
             {"engine": AnsweringEngine.llama_cpp},
             r"^responses\.engine: must be .*, but is llama_cpp: it serv",
         ),

@@ -129,6 +129,8 @@ def test_responses_are_sampled_and_ended_as_the_target_is_served_unless_settings
         for request in server.requests:
             assert {name: request[name] for name in expected} == expected
             assert request["stop_token_ids"] == [3, EOS]  # the second is the tokenizer's
+    with pytest.warns(UserWarning, match=r"responses\.url: must not be vLLM: it takes temp.* but not 0\.001"):
+        respond(by_server(target=target, run="low", temperature=0.001))
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn_and_answers_that_are_all_cut_are_warned_of(
