@@ -47,8 +47,6 @@ class Asked:
     """Why they differ; empty if none does, or if that is not known."""
     is_same_draft: bool
     """Whether the counters agree as they must."""
-    other_chat: str = ""
-    """How the server's prompt of a chat differs from ours."""
 
     @property
     def is_explained(self) -> bool:
@@ -58,7 +56,6 @@ class Asked:
         assert self.theirs.counts is not None
         figures = {"ours": self.our_counts.describe(), "theirs": self.theirs.counts.describe()}
         own = {"requests_set": str(self.manner), "answers": len(self.theirs.tokens), "reasons": self.reasons}
-        own["other_chat"] = self.other_chat
         return own | figures | {"different_answers": self.num_different, "is_explained": self.is_explained}
 
 
@@ -68,14 +65,32 @@ def questions(neutral: Questions, target: TargetFiles, engine: RunningEngine) ->
         return []
     generation = engine.read_by(target)
     changes = set(generation.changes) - {*ONLY_SAMPLED, "max_new_tokens", "max_length"}
+    neutral = neutral._replace(chat=None)
     few = neutral._replace(prompts=neutral.prompts[:FEW_PROMPTS])
-    chat = {"messages": CHAT, "chat_template_kwargs": dict(target.template_kwargs)}
-    greedy = (neutral if changes else few)._replace(
-        manner=Manner.greedy, chat=chat if target.tokenizer.chat_template else None
-    )
+    greedy = (neutral if changes else few)._replace(manner=Manner.greedy)
     if engine.why_not_sampled() or engine.refused_for(generation):
         return [greedy]
     return [greedy, few._replace(manner=Manner.plain)]
+
+
+def probe_chat(target: TargetFiles) -> dict[str, Any] | None:
+    """Returns the chat whose prompt an engine is asked for, if the target has a chat template."""
+    chat = {"messages": CHAT, "chat_template_kwargs": dict(target.template_kwargs)}
+    return chat if target.tokenizer.chat_template else None
+
+
+def other_chat(target: TargetFiles, engine: str, theirs: list[int] | None) -> str:
+    """Returns how an engine's prompt of the chat differs from that of the target's tokenizer; "" if not, or unknown."""
+    ours, tokenizer = render_prompt(target.tokenizer, CHAT) if theirs is not None else None, target.tokenizer
+    if ours is None or theirs is None or ours == theirs:
+        return ""
+    start = len(commonprefix([ours, theirs]))  # noqa: RUF071 (tokens, not paths)
+    texts = [tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
+    return (
+        f"template: {engine} makes another prompt of a chat than the target's tokenizer: from token {start} on "
+        f"{texts[1]!r}, not {texts[0]!r}; so it has another chat template or other rules for it, sets one of its "
+        "variables, such as today's date, or adds a BOS that the template does not write"
+    )
 
 
 class AsServed:
@@ -114,20 +129,7 @@ class AsServed:
         is_as_ours = theirs.counts is not None and (
             counts.is_equal(theirs.counts) if is_exact else counts.is_near(theirs.counts, drafts)
         )
-        other_chat = "" if theirs.chat_ids is None else self._other_chat(theirs.chat_ids)
-        return Asked(asked.manner, theirs, counts, num_different, reasons, is_as_ours, other_chat)
-
-    def _other_chat(self, theirs: list[int]) -> str:
-        ours = render_prompt(self.tokenizer, CHAT)
-        if ours == theirs:
-            return ""
-        start = len(commonprefix([ours, theirs]))  # noqa: RUF071 (tokens, not paths)
-        texts = [self.tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
-        return (
-            f"template: the server makes another prompt of a chat than the target's tokenizer: from token {start} on "
-            f"{texts[1]!r}, not {texts[0]!r}; so the server has another chat template, sets one of its "
-            "variables, such as today's date, or adds a BOS that the template does not write"
-        )
+        return Asked(asked.manner, theirs, counts, num_different, reasons, is_as_ours)
 
     def _same_answers(
         self, asked: Questions, answers: Sequence[list[int]], ends: Sequence[int]
@@ -200,7 +202,7 @@ def print_as_served(
     if reasons := ", and ".join(filter(None, [engine.why_not_sampled(), *refused])):
         print(f"Requests that set nothing, and may be sampled, are not asked: {reasons}.")
     for each in asked:
-        for reason in filter(None, [*each.reasons, each.other_chat]):
+        for reason in each.reasons:
             print(f"requests that set {each.manner}: {reason}")
         if not each.is_same_draft:
             print(

@@ -44,7 +44,7 @@ from mtptrain.utils.figures import share, shown
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
-from .as_served import Asked, AsServed, print_as_served, questions
+from .as_served import Asked, AsServed, other_chat, print_as_served, probe_chat, questions
 from .engines import check_head, find_served, find_server, output_folder, spare_tokens
 
 InputIds = dict[str, list[int]]
@@ -87,7 +87,8 @@ def check_engine(run: Run, output_dir: Path) -> bool:
 
     ours = decode_here(run, prompts)
     StageDir(output_dir).claim(config)
-    asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids, concurrency=concurrency)
+    chat = probe_chat(run.target)
+    asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids, chat=chat, concurrency=concurrency)
     again = questions(asked, run.target, engine)
     theirs, *others = ask(asked, *again)
     may_round = engine.may_round(served) if server is None else server.may_round
@@ -111,10 +112,13 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
     found |= {"concurrency": concurrency, "theirs_alone": comparison.alone and asdict(comparison.alone)}
     found["as_served"] = [each.describe() for each in asked_again]
+    found["other_chat"] = other_chat(run.target, engine.name, theirs.chat_ids)
     StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", found)
     print_table(config, comparison, engine.name, concurrency, rule)
     print_as_served(asked_again, engine, comparison.their_counts.acceptance_length, engine.read_by(run.target))
+    if found["other_chat"]:
+        print(found["other_chat"])
     if not agrees:
         advice = more_prompts(settings, len(prompts))
         print(what_differs(list(prompts), comparison, divergence, engine, concurrency, advice), file=sys.stderr)

@@ -95,7 +95,7 @@ class Questions(NamedTuple):
     stop_token_ids: Sequence[int]
     manner: Manner = Manner.neutral
     chat: Mapping[str, Any] | None = None
-    """Messages, and arguments of the chat template, whose token ids a server is asked for."""
+    """Messages, and arguments of the chat template, whose token ids an engine is asked for."""
     concurrency: int = 1
     """Number of requests in flight."""
 

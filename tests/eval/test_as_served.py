@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eval.acceptance import served_settings, warn_of_greedy_drafts
-from eval.as_served import CHAT, Asked, AsServed, print_as_served, questions
+from eval.as_served import CHAT, Asked, AsServed, other_chat, print_as_served, questions
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import generate_in_batches
@@ -341,18 +341,14 @@ def test_a_server_is_asked_twice_more_and_few_prompts_where_nothing_changes_gree
     greedy, plain = asked(temperature=0.7)
     assert (greedy.manner, plain.manner, len(greedy.prompts)) == (Manner.greedy, Manner.plain, len(plain.prompts))
     assert len(plain.prompts) == 32
-    assert greedy.chat is not None and plain.chat is None and len(asked(min_p=0.1)) == 1
+    assert len(asked(min_p=0.1)) == 1
     [greedy] = asked("it samples wrongly", presence_penalty=0.5)
     assert (greedy.manner, len(greedy.prompts)) == (Manner.greedy, 100) and not asked(has_server=False)
 
 
-def test_a_server_that_makes_another_prompt_of_a_chat_is_told_apart(served: tuple[Path, Any, Any]) -> None:
-    directory, target, head = served
-    files, neutral = TargetFiles(directory), Questions([[1, 2]], 1, [EOS], Manner.greedy)
-    ours = render_prompt(files.tokenizer, CHAT)
-    for ids, expected in ((ours, ""), ([EOS, *ours], "from token 0 on '<|end|><user>What i', not '<user>What is'")):
-        answer = generated(target, NoDrafter(), neutral, Sampler())
-        theirs = EngineRun("0.32.0", [answer[0].tokens], EngineCounts(0, 0, [0, 0, 0]), None, ids)
-        as_served = AsServed(SETTINGS, target, files, head, running_engine("vllm"))
-        assert expected in (found := as_served.compare(neutral, theirs, theirs.tokens, False)).other_chat
-        assert bool(found.other_chat) == bool(expected) and found.is_explained
+def test_an_engine_that_makes_another_prompt_of_a_chat_is_told_apart(tmp_path: Path) -> None:
+    target = TargetFiles(make_speaking_target(tmp_path))
+    ours = render_prompt(target.tokenizer, CHAT)
+    for ids, expected in ((ours, ""), (None, ""), ([EOS, *ours], "from token 0 on '<|end|><user>What i', not '<user>")):
+        found = other_chat(target, "vLLM", ids)
+        assert expected in found and bool(found) == bool(expected)

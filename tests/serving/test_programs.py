@@ -35,6 +35,7 @@ def test_serving_check_starts_the_engine(run_of: Callable[[str], Run], tmp_path:
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == engine
     assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
     assert (report["ours"]["drafted"] is None) == (engine in ("openvino", "mlx"))
+    assert report["other_chat"] == ""
     assert len(report["as_served"]) == (0 if engine == "openvino" else 1 if engine == "vllm" else 2)
     assert report["rule"].startswith(RULES[engine]) and report["rule"][:20] in result.stdout
     assert IN_README[engine] in (run_dir / f"export/{engine}/README.md").read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.as_served import CHAT
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import WorkerEngine
 from mtptrain.engines.mlx.engine import ENGINE as MLX
@@ -83,7 +84,8 @@ def openvino_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve_by_openvino(openvino_python: Path, target_of: TargetOf, head_of: HeadOf, openvino_dir: Path) -> Serve:
-    return serve_by(OPENVINO, openvino_python, target_of, head_of, openvino_dir, QUESTIONS)
+    asked = QUESTIONS._replace(chat={"messages": CHAT, "chat_template_kwargs": {}})
+    return serve_by(OPENVINO, openvino_python, target_of, head_of, openvino_dir, asked)
 
 
 @pytest.fixture(scope="session")
