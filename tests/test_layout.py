@@ -69,7 +69,7 @@ LINES = {
     "eval": 2243,
     "slurm": 143,
     "benchmarks": 808,
-    "tests": 23548,
+    "tests": 23544,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
