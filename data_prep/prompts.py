@@ -34,7 +34,8 @@ from mtptrain.data.tool_calls import TOOL_NOTES
 from mtptrain.engines.table import engine_of
 from mtptrain.run_dir import Run
 from mtptrain.stage_dir import StageDir
-from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
+from mtptrain.target.served_chats import chats_elsewhere
+from mtptrain.target.served_tokens import texts_elsewhere
 from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError, warn
 from mtptrain.utils.files import write_json

@@ -33,7 +33,8 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.generation import as_words
 from mtptrain.target.hub import DEMO
-from mtptrain.target.served_text import chats_elsewhere, texts_elsewhere
+from mtptrain.target.served_chats import chats_elsewhere
+from mtptrain.target.served_tokens import texts_elsewhere
 from mtptrain.utils.errors import UserError, refusing
 from mtptrain.utils.figures import shown
 from mtptrain.utils.files import read_json, read_sealed, write_sealed, write_text

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import INCOMPLETE, decoded, render_text, tokenize_rendered
 from mtptrain.data.conversation import ConversationRefused, Message
-from mtptrain.target.served_text import PROBE
+from mtptrain.target.probe_chats import PROBE
 
 ASKING_ROLES = ("user", "tool")
 

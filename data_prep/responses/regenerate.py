@@ -38,7 +38,7 @@ from mtptrain.target import generation
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import check_parts, check_weights
 from mtptrain.target.loading import load_target
-from mtptrain.target.served_text import chats_elsewhere, end_of_turn
+from mtptrain.target.served_chats import chats_elsewhere, end_of_turn
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar

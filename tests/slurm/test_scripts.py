@@ -65,7 +65,7 @@ NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1
 NPROC_MUST = "must be a number of at least 1, but is"
 LOCAL = "MTPTRAIN_LOCAL_RUN_DIR"
 ON_A_NODE = {"MTPTRAIN_PYTHON": "python", LOCAL: "1"}
-SERVERS = "hidden_states.backend=vllm hidden_states.num_servers=2"
+SERVERS = ("recipe=quickstart", "hidden_states.backend=vllm", "hidden_states.num_servers=2")
 RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the number of ranks"
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
@@ -83,7 +83,11 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("", {"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
     ("", {"NPROC_train": "²", "NPROC": "1"}, f"error: NPROC_train: {NPROC_MUST} '²'; set it, or leave it out"),
     ("", {"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
-    (SERVERS, {LOCAL: "1"}, f"error: hidden_states.num_servers: must be 0 with {LOCAL}=1, as servers share run_dir"),
+    (
+        " ".join(SERVERS[1:]),
+        {LOCAL: "1"},
+        f"error: hidden_states.num_servers: must be 0 with {LOCAL}=1, as servers share run_dir",
+    ),
     ("", ON_A_NODE | {LOCAL: "yes"}, f"{LOCAL}: must be 1 where run_dir is on a node's own disk, 0 where"),
     ("", ON_A_NODE | {"ARRAY_TASKS": "8"}, f"NODES and ARRAY_TASKS: must be 1 with {LOCAL}=1, but are 1 and 8; leave"),
     ("", ON_A_NODE | {"SKIP": "prompts"}, "--nodelist: must name the node whose disk holds "),
@@ -137,9 +141,6 @@ def test_options_and_dependencies_reach_the_jobs(stand: Stand) -> None:
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
     assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
     assert len(stand.asked("sbatch")) == len(jobs) + 5, "a stage that the settings leave out may be skipped too"
-
-
-SERVERS = ("recipe=quickstart", "hidden_states.backend=vllm", "hidden_states.num_servers=2")
 
 
 def test_servers_wait_for_prompts_and_the_first_of_them_starts_the_job_that_asks_and_has_no_gpu(stand: Stand) -> None:

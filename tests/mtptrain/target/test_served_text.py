@@ -15,7 +15,8 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from mtptrain.engines.table import engine_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import DEMO_DIR
-from mtptrain.target.served_text import chats_elsewhere, end_of_turn, texts_elsewhere
+from mtptrain.target.served_chats import chats_elsewhere, end_of_turn
+from mtptrain.target.served_tokens import texts_elsewhere
 from tests.conftest import make_target, make_tokenizer
 from tests.gguf_files import tokenizer_settings, write_gguf
 
