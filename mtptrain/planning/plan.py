@@ -59,8 +59,8 @@ EXTRACTION_SHARE, EXPERTS_SHARE, TRAIN_SHARE = 0.4, 0.15, 0.5
 """Shares of a GPU's published peak that extraction, that of a target with experts, whose small matrix products run far
 below the peak, and training reach. An H100 reached 0.43 to 0.52 in training."""
 CPU_SHARE, AMX_SHARE = 0.25, 0.07
-"""Shares of a CPU's measured peak that either reaches, because as much time goes into elementwise operations; with AMX,
-whose products in bf16 are so much faster, nearly all of it (0.068 with a target of 6M parameters, 0.073 of 135M)."""
+"""Shares of a CPU's measured peak that either reaches, because as much time goes into elementwise operations, and that
+training reaches in bf16 with AMX, where nearly all of it does (0.068 with a target of 6M parameters, 0.073 of 135M)."""
 ENGINE_ANSWERS, OWN_ANSWERS = (0.2, "published for vLLM"), (0.003, "measured with our own loop")
 ON_CPU = "measured with our own loop on a CPU with AMX, nothing else running"
 CPU_ANSWERS = {torch.bfloat16: 0.016, torch.float32: 0.05}
@@ -376,7 +376,9 @@ class Plan:
         flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         measured, gpus = planner.train_tokens_per_s, planner.num_gpus
-        self._add_time("train", tokens, measured, flops, TRAIN_SHARE, gpus, self.dtype, stored)
+        is_amx = not self.on_gpu and self.dtype is torch.bfloat16 and has_amx()
+        share = AMX_SHARE if is_amx else TRAIN_SHARE
+        self._add_time("train", tokens, measured, flops, share, gpus, self.dtype, stored)
         if is_compiled(train.compile, torch.device("cuda" if self.on_gpu else "cpu"), self.num_steps):
             self.seconds["train"] += COMPILING_S
             self.rows["time of training"] += (
@@ -409,7 +411,7 @@ def tokens_per_s(
 ) -> tuple[float, str]:
     """Returns the tokens/s of a stage, and what limits it.
 
-    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, on a CPU a smaller one,
+    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, on a CPU at most `CPU_SHARE`,
     and the disk, which reads or writes `disk_bytes` for a token.
     """
     peak, where = planner.gpu_tflops * 1e12, f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
@@ -417,8 +419,7 @@ def tokens_per_s(
         peak = matmul_peak(torch.device("cuda"), dtype)
         where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
     elif not peak:
-        most = AMX_SHARE if dtype is torch.bfloat16 and has_amx() else CPU_SHARE
-        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, min(share, most)
+        peak, gpus, share = matmul_peak(torch.device("cpu"), dtype), 1, min(share, CPU_SHARE)
         where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
     rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
     if 0 < disk_rate < rate:

@@ -149,11 +149,12 @@ def test_a_machine_without_gpus_is_planned_by_its_ranks_and_at_the_share_of_its_
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("mtptrain.planning.plan.matmul_peak", lambda *_: 1e12)
-    config = compose_config("recipe=quickstart", f"run_dir={tmp_path}", "hidden_states.dtype=bfloat16")
+    config = compose_config("recipe=quickstart", f"run_dir={tmp_path}", "deepspeed=zero1")
     for has_amx, share in ((False, 25), (True, 7)):
         monkeypatch.setattr("mtptrain.planning.plan.has_amx", lambda has_amx=has_amx: has_amx)
         plan = Plan(config)
-        assert f"at {share}% of 1 TFLOP/s measured on this CPU" in plan.rows["time of hidden states"]
+        assert f"at {share}% of 1 TFLOP/s measured on this CPU" in plan.rows["time of training"]
+        assert "at 25% of 1 TFLOP/s" in plan.rows["time of hidden states"]
         assert "training, each rank" in plan.rows and not plan.warnings
 
 
