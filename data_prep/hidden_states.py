@@ -235,9 +235,11 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     target, layers, dtype, longest = extraction.asked
     if settings.asks_servers:
         files = [config.stage_dir("servers") / str(number) for number in range(settings.num_servers)]
-        how = f"each server is started by: {server_command(*extraction.asked, settings.tensor_parallel_size)}"
-        if ranks.is_first:
-            print(f"servers are asked once their addresses are in {files[0].parent}" if files else how, flush=True)
+        if ranks.is_first and files:
+            print(f"servers are asked once their addresses are in {files[0].parent}", flush=True)
+        elif ranks.is_first:
+            command = server_command(*extraction.asked, settings.tensor_parallel_size)
+            print(f"each server is started by: {command}", flush=True)
         return ServerStreams(settings.servers or files, *extraction.asked)
     if extraction.identity.backend == Backend.vllm:
         return VllmStreams(

@@ -82,7 +82,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     differences = chats_elsewhere(run.target) if prompts.source.is_chat else texts_elsewhere(beginnings, run.target)
     for difference in differences if prompts.source is not PromptSource.responses else ():  # responses has said it
         warn(difference)
-    for each in sorted(TOOL_NOTES & set(source.passed_over)):
+    for each in sorted(TOOL_NOTES & source.passed_over):
         warn(each)
     if note := engine_of(run.config.export.engine).ends_note(run.target):
         print(note)

@@ -81,11 +81,10 @@ def probe_chat(target: TargetFiles) -> dict[str, Any] | None:
 
 def other_chat(target: TargetFiles, engine: str, theirs: list[int] | None) -> str:
     """Returns how an engine's prompt of the chat differs from that of the target's tokenizer; "" if not, or unknown."""
-    ours, tokenizer = render_prompt(target.tokenizer, CHAT) if theirs is not None else None, target.tokenizer
-    if ours is None or theirs is None or ours == theirs:
+    if theirs is None or theirs == (ours := render_prompt(target.tokenizer, CHAT)):
         return ""
     start = len(commonprefix([ours, theirs]))  # noqa: RUF071 (tokens, not paths)
-    texts = [tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
+    texts = [target.tokenizer.decode(ids[start : start + 8]) for ids in (ours, theirs)]
     return (
         f"template: {engine} makes another prompt of a chat than the target's tokenizer: from token {start} on "
         f"{texts[1]!r}, not {texts[0]!r}; so it has another chat template or other rules for it, sets one of its "

@@ -127,10 +127,10 @@ def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
     on_gpu = has_gpu() or (started_stage() == "plan" and config.planner.gpu_tflops > 0)
     responses, hidden_states = config.responses, config.hidden_states
-    on_gpus = on_gpu or hidden_states.num_servers > 0  # of other nodes
+    extracts_on_gpu = on_gpu or hidden_states.num_servers > 0  # of other nodes
     responses.engine = resolve_answering(responses.engine, config.stage_dir("responses"))
     responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), on_gpu)
-    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpus)
+    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), extracts_on_gpu)
     config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, on_gpu)
     config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), on_gpu)
 

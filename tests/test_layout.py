@@ -65,11 +65,11 @@ LINES = {
     "mtptrain/target": 3671,
     "mtptrain/training": 2808,
     "mtptrain/utils": 1175,
-    "data_prep": 2819,
-    "eval": 2243,
+    "data_prep": 2821,
+    "eval": 2242,
     "slurm": 143,
     "benchmarks": 808,
-    "tests": 23547,
+    "tests": 23552,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

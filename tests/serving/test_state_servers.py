@@ -53,15 +53,23 @@ def state_server(python: str, target_dir: Path, states: Path, port: int) -> Iter
         process.wait()
 
 
+def make_slow_target(directory: Path) -> Path:
+    """Makes a target of which servers are not done before a test has disturbed them."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "hidden_size": 512}
+    return make_target(directory, **sizes)
+
+
+def num_shards(store: Path) -> int:
+    return len(list(store.glob("shard_*.safetensors")))
+
+
 def wait_for_server(port: int, process: subprocess.Popen[bytes]) -> None:
     Started(f"http://127.0.0.1:{port}", "vLLM", process).wait()
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_changes_no_byte(vllm_python: str, tmp_path: Path) -> None:
-    target = make_target(
-        tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, hidden_size=512
-    )
+    target = make_slow_target(tmp_path / "target")
     ports, states = (free_port(), free_port()), tmp_path / "states"
     urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     backend = ("hidden_states.backend=vllm", f"hidden_states.servers=[{urls}]", "hidden_states.dtype=float32")
@@ -80,13 +88,13 @@ def test_a_server_that_is_killed_and_started_again_changes_no_byte(vllm_python: 
             if (child := os.fork()) == 0:
                 extract_hidden_states(Run(config), ONE_RANK)
                 os._exit(0)
-            while len(list(store.glob("shard_*.safetensors"))) < 4:
+            while num_shards(store) < 4:
                 sleep(0.01)
             os.killpg(kept.pid, signal.SIGSTOP)  # so that the other one has something left to do
         with state_server(vllm_python, target, states, ports[1]) as again:
             wait_for_server(ports[1], again)
-            before = len(list(store.glob("shard_*.safetensors")))
-            while len(list(store.glob("shard_*.safetensors"))) < before + 2:
+            before = num_shards(store)
+            while num_shards(store) < before + 2:
                 sleep(0.01)
             os.killpg(kept.pid, signal.SIGCONT)
             assert os.waitpid(child, 0)[1] == 0
@@ -102,9 +110,7 @@ def processes_of(address: str) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_servers_of_slurm_that_are_slow_or_requeued_or_cut_off_change_no_byte(vllm_python: str, tmp_path: Path) -> None:
-    target = make_target(
-        tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, hidden_size=512
-    )
+    target = make_slow_target(tmp_path / "target")
     run_dir = tmp_path / "run"
     write_prompts(run_dir, target, make_documents(LENGTHS))
     store, places = run_dir / "hidden_states", [run_dir / f"servers/{number}" for number in range(2)]
@@ -113,10 +119,10 @@ def test_servers_of_slurm_that_are_slow_or_requeued_or_cut_off_change_no_byte(vl
     overrides += ("hidden_states.shard_tokens=2000",)
     variables = {"SKIP": "prompts train acceptance export", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
-    def grows(num_shards: int) -> None:
+    def grows(number: int) -> None:
         """Wait for this number of further shards."""
-        enough = len(list(store.glob("shard_*.safetensors"))) + num_shards
-        slurm.wait(asking, lambda: len(list(store.glob("shard_*.safetensors"))) >= enough)
+        enough = num_shards(store) + number
+        slurm.wait(asking, lambda: num_shards(store) >= enough)
 
     with running_slurm(tmp_path, "abc") as slurm:
         command = (ROOT / "slurm/pipeline.sh", "--hold", *overrides, "hidden_states.num_servers=2")
@@ -144,6 +150,6 @@ def test_servers_of_slurm_that_are_slow_or_requeued_or_cut_off_change_no_byte(vl
         grows(2)
         slurm.controller.ip("link", "set", f"to_{node}", "up")
         slurm.wait_completed(asking)
-        assert len(list(store.glob("shard_*.safetensors"))) > 12 and read_store(store) == expected
+        assert num_shards(store) > 12 and read_store(store) == expected
         wait_for(lambda: slurm.state(servers) == "CANCELLED")
     assert not list((run_dir / "servers").glob("*/*"))

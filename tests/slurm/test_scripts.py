@@ -32,6 +32,12 @@ class Stand:
         command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
         return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
 
+    def add(self, program: str, does: str) -> None:
+        """Put a program before those of the machine."""
+        path = self.directory / program
+        path.write_text(f"#!/bin/sh\n{does}\n")
+        path.chmod(0o755)
+
     def asked(self, command: str) -> list[str]:
         """Returns the arguments of each call of the command."""
         path = self.directory / f"{command}.txt"
@@ -46,17 +52,16 @@ def array_of(task_ids: str, task: str) -> dict[str, str]:
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Stand:
-    for name in ("sbatch", "srun", "scontrol", "scancel", "sinfo"):
-        noted = tmp_path / f"{name}.txt"
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
-        (tmp_path / name).chmod(0o755)
     environment = environment_without_slurm()
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
     environment |= {"MTPTRAIN_CHECKOUT": str(ROOT), "MTPTRAIN_LOCAL_RUN_DIR": "0"}
-    (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
-    (tmp_path / "python").chmod(0o755)
-    return Stand(tmp_path, environment)
+    made = Stand(tmp_path, environment)
+    made.add("python", f"cat <<'END'\n{PLAN}END")
+    for name in ("sbatch", "srun", "scontrol", "scancel", "sinfo"):
+        noted = tmp_path / f"{name}.txt"
+        made.add(name, f'echo "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}')
+    return made
 
 
 ALL = ("responses", "prompts", "draft_vocab", "hidden_states", "train", "acceptance", "export")
@@ -163,12 +168,8 @@ def test_a_server_ends_once_the_job_that_asks_has_left_the_queue_but_not_when_sl
     stand: Stand, queue: str, cancelled: list[str]
 ) -> None:
     (stand.directory / "asker-5").write_text("3\n")
-    for name, does in {
-        "squeue": f"[ $(wc -l <squeue.txt) = 2 ] && printf '%s\\n' {queue}",
-        "sleep": "[ $(wc -l <sleep.txt) -le 2 ]",
-    }.items():
-        (stand.directory / name).write_text(f"#!/bin/sh\necho >>{name}.txt\n{does}\n")
-        (stand.directory / name).chmod(0o755)
+    stand.add("squeue", f"echo >>squeue.txt\n[ $(wc -l <squeue.txt) = 2 ] && printf '%s\\n' {queue}")
+    stand.add("sleep", "echo >>sleep.txt\n[ $(wc -l <sleep.txt) -le 2 ]")
     variables = array_of("0-1", "1") | {"SLURM_ARRAY_JOB_ID": "5", "MTPTRAIN_CHAIN_DIR": str(stand.directory)}
     assert stand.run("states_server.sbatch", *SERVERS, **variables).returncode == 0
     assert stand.asked("scancel") == cancelled
@@ -178,8 +179,7 @@ def test_a_server_ends_once_the_job_that_asks_has_left_the_queue_but_not_when_sl
 @pytest.mark.parametrize(("restarts", "asked"), [("4", ["requeue 7"]), ("5", [])])
 def test_a_server_that_ends_by_itself_starts_again_a_few_times(stand: Stand, restarts: str, asked: list[str]) -> None:
     for name in ("srun", "sleep"):
-        (stand.directory / name).write_text("#!/bin/sh\nexit 1\n")
-        (stand.directory / name).chmod(0o755)
+        stand.add(name, "exit 1")
     assert stand.run("states_server.sbatch", *SERVERS, SLURM_RESTART_COUNT=restarts).returncode == 1
     assert [line for line in stand.asked("scontrol") if "requeue" in line] == asked
 

@@ -95,13 +95,13 @@ def decode(job: dict[str, Any]) -> list[dict[str, Any]]:
         metrics = [answer.extended_perf_metrics.main_model_metrics.raw_metrics for answer in answers]
         # The first step reads the prompt. In every other one, the last token is the target's own.
         accepted = [[num_tokens - 1 for num_tokens in each.m_batch_sizes[1:]] for each in metrics]
-        chat_ids = asked["chat"] and prompt_of(target.get_tokenizer(), asked["chat"])
-        tokens = [list(map(int, answer.tokens[0])) for answer in answers]
-        results.append({"tokens": tokens, "accepted": accepted, "chat_ids": chat_ids})
+        of_all = {"tokens": [list(map(int, answer.tokens[0])) for answer in answers], "accepted": accepted}
+        chat = asked["chat"]
+        results.append({"chat_ids": chat_ids(target.get_tokenizer(), chat) if chat else None, **of_all})
     return results
 
 
-def prompt_of(tokenizer: Any, chat: dict[str, Any]) -> list[int]:
+def chat_ids(tokenizer: Any, chat: dict[str, Any]) -> list[int]:
     """Returns the prompt that OpenVINO makes of a chat; nothing of one whose template its program does not know."""
     try:
         variables = {"extra_context": chat["chat_template_kwargs"]} if chat["chat_template_kwargs"] else {}

@@ -21,13 +21,13 @@ from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, make_tokenizer, succeed
 from tests.published_targets import PUBLISHED_TARGETS
 
+EIGHT_GPUS = ("planner.num_gpus=8", "planner.gpu_memory_gb=80")
+
 
 @pytest.fixture
 def config_for(config_for: Callable[..., PipelineConfig]) -> Callable[..., PipelineConfig]:
     """Returns a function that makes a config without data, unless it is given some."""
-    return lambda *overrides: config_for(
-        "prompts.paths=[]", "prompts.pattern='*'", "planner.num_gpus=8", "planner.gpu_memory_gb=80", *overrides
-    )
+    return lambda *overrides: config_for("prompts.paths=[]", "prompts.pattern='*'", *EIGHT_GPUS, *overrides)
 
 
 def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
@@ -249,7 +249,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LARGE = (
     "hidden_states.batch_tokens=16384", "deepspeed=zero1", "planner.gpu_tflops=989", "train.micro_batches_per_step=8",
-    "acceptance.dtype=bfloat16", "planner.num_gpus=8", "planner.gpu_memory_gb=80",
+    "acceptance.dtype=bfloat16", *EIGHT_GPUS,
 )  # fmt: skip
 VLLM = "hidden_states.backend=vllm hidden_states.tensor_parallel_size"
 TOO_MUCH = {
